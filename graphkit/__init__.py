@@ -1,0 +1,121 @@
+"""Static buffers, buckets, capture and replay of CUDA graphs, as a library.
+
+    buffers  ->  buckets  ->  dispatch  ->  capture / replay  ->  runner
+    (where)      (which size)  (which mode)   (how)                 (what users call)
+
+`GraphGroup` is where to begin.
+"""
+
+from graphkit.breaks import Break, Patch, break_at, eager_break
+from graphkit.buckets import Bucket, Buckets
+from graphkit.buffers import Buffer, Buffers, BufferSpec
+from graphkit.capture import Captured, CaptureSession
+from graphkit.dims import Affine, Dim, at_most, interleaved
+from graphkit.dispatch import (
+    EAGER,
+    FULL,
+    PIECEWISE,
+    Dispatch,
+    Dispatcher,
+    Mode,
+    Policy,
+    Reason,
+    Route,
+    Support,
+    Variants,
+    round_up,
+)
+from graphkit.errors import (
+    BreakError,
+    BucketError,
+    CaptureError,
+    CaptureWarning,
+    ConcurrentRunError,
+    DispatchError,
+    DowngradeWarning,
+    GraphkitError,
+    GraphkitWarning,
+    InputError,
+    MemoryBudgetError,
+    SpecError,
+    StaleGraphError,
+    StaleOutputError,
+    StateError,
+    UnreachableBucketWarning,
+)
+from graphkit.group import GraphGroup, State, Wrapped
+from graphkit.mutation import Scratch
+from graphkit.outputs import Output
+from graphkit.pads import by_producer, continue_, keep, relied, repeat_last
+from graphkit.parameters import Count, Fed, Resident
+from graphkit.report import Report
+from graphkit.runner import GraphRunner
+from graphkit.stage import Stage
+from graphkit.step import Phase, Step, current_run
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EAGER",
+    "FULL",
+    "PIECEWISE",
+    "Affine",
+    "Break",
+    "BreakError",
+    "Bucket",
+    "BucketError",
+    "Buckets",
+    "Buffer",
+    "BufferSpec",
+    "Buffers",
+    "CaptureError",
+    "CaptureSession",
+    "CaptureWarning",
+    "Captured",
+    "ConcurrentRunError",
+    "Count",
+    "Dim",
+    "Dispatch",
+    "DispatchError",
+    "Dispatcher",
+    "DowngradeWarning",
+    "Fed",
+    "GraphGroup",
+    "GraphRunner",
+    "GraphkitError",
+    "GraphkitWarning",
+    "InputError",
+    "MemoryBudgetError",
+    "Mode",
+    "Output",
+    "Patch",
+    "Phase",
+    "Policy",
+    "Reason",
+    "Report",
+    "Resident",
+    "Route",
+    "Scratch",
+    "SpecError",
+    "Stage",
+    "StaleGraphError",
+    "StaleOutputError",
+    "State",
+    "StateError",
+    "Step",
+    "Support",
+    "UnreachableBucketWarning",
+    "Variants",
+    "Wrapped",
+    "at_most",
+    "break_at",
+    "by_producer",
+    "continue_",
+    "current_run",
+    "eager_break",
+    "interleaved",
+    "keep",
+    "relied",
+    "repeat_last",
+    "round_up",
+]
