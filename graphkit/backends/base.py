@@ -1,0 +1,129 @@
+"""The seam: what a device must offer for graphs to be captured and replayed on it.
+
+Two backends are shipped, `graphkit.backends.cuda` and `graphkit.backends.recording`. Nothing above
+this package knows which one it runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+
+ErrorMode = Literal["global", "thread_local", "relaxed"]
+
+
+class Graph(Protocol):
+    """One captured segment."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of operations; 0 for a capture in which nothing was launched, -1 if unknown."""
+
+    def replay(self) -> None:
+        """Run the captured operations on the current stream, without Python."""
+
+    def release(self) -> None:
+        """Give the graph's memory back. Replaying afterwards is a `StateError`."""
+
+    def difference(self, other: Any) -> str | None:
+        """What differs from another capture of the same function, in words; None if nothing is known to."""
+
+
+class Capture(Protocol):
+    """A capture under way. Exactly one of `end` and `abort` finishes it."""
+
+    def split(self) -> Graph:
+        """End the current segment, so that eager code may run. Real values are in memory afterwards."""
+
+    def resume(self) -> None:
+        """Begin the next segment."""
+
+    def end(self) -> Graph:
+        """End the capture; the last segment's graph.
+
+        Raises:
+            CaptureError: the device refused the capture.
+        """
+
+    def abort(self) -> None:
+        """End the capture after a failure: streams, allocator and generators are as before it."""
+
+
+class Fence(Protocol):
+    """A mark in the queue of a stream."""
+
+    def record(self) -> None:
+        """Put the mark after what is queued on the current stream."""
+
+    def query(self) -> bool:
+        """Whether the device has passed the mark."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+class Backend(Protocol):
+    """A device on which graphs can be captured."""
+
+    name: str
+    device: torch.device
+    recordings: int
+    """How often the session captures a bucket, with different contents, to compare the results."""
+
+    def new_pool(self) -> Any:
+        """A memory pool that the graphs of one group share."""
+
+    def new_stream(self) -> Any:
+        """A stream to capture on; None where the device has none."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[None]:
+        """Make `stream` current, ordered after the work already queued on the caller's stream, and the
+        caller's stream ordered after it on the way out."""
+
+    def begin_capture(
+        self,
+        *,
+        pool: Any,
+        generators: Sequence[torch.Generator] = (),
+        error_mode: ErrorMode = "thread_local",
+    ) -> Capture:
+        """Begin a capture on the current stream."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is capturing."""
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+    def empty_cache(self) -> None:
+        """Give cached memory that nobody uses back to the device."""
+
+    def rng_state(self, generators: Iterable[torch.Generator] = ()) -> Any:
+        """The state of the default generator and of `generators`."""
+
+    def restore_rng_state(self, state: Any) -> None:
+        """Put back what `rng_state` gave."""
+
+    def stream_key(self) -> int:
+        """Identity of the current stream, as cheap as the device allows."""
+
+    def wait_for(self, stream_key: int) -> None:
+        """Make the current stream wait for everything queued on the stream of that key."""
+
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        """Host memory that the device can copy from without waiting: uint8, shape ``(nbytes,)``."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without a claim on it: a pool may give it to others when its owners are gone."""
+
+    def empty_in(self, pool: Any, like: torch.Tensor) -> torch.Tensor:
+        """Contiguous memory of the pool, of the shape and dtype of `like`; not inside a capture."""
+
+    def new_fence(self) -> Fence | None:
+        """What tells when work queued so far is done; None where work is done when a call returns."""
+
+    def memory_reserved(self) -> int:
+        """Bytes that the allocator holds on the device; 0 where that means nothing."""
