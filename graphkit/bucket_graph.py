@@ -1,0 +1,236 @@
+"""One bucket of one runner: how it is warmed up, captured and launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphkit.ambient import Ambient
+from graphkit.backends.base import Graph
+from graphkit.breaks import recording
+from graphkit.buckets import Bucket
+from graphkit.capture import CaptureSession
+from graphkit.dispatch import PIECEWISE, Dispatch, Mode
+from graphkit.errors import CaptureError
+from graphkit.inference import Sample
+from graphkit.layout import Layout, Plan
+from graphkit.outputs import Tree
+from graphkit.piecewise import Call, CaptureRecorder, PiecewiseGraph, WarmupRecorder
+from graphkit.step import Phase, Step, in_body, running
+from graphkit.watch import Fingerprint, WriteWatch, fingerprints
+
+if TYPE_CHECKING:
+    from graphkit.runner import GraphRunner
+
+
+class BucketGraph:
+    """What a runner keeps for one mode and bucket.
+
+    Attributes:
+        layout: span and views at the bucket's sizes.
+        state: the dict that `prepare` finds as ``step.state``; it is new with each capture.
+        samples: output path -> what was seen in warm-up.
+        replays: how often the graph has run.
+    """
+
+    def __init__(self, runner: GraphRunner, mode: Mode, bucket: Bucket) -> None:
+        self.runner = runner
+        self.mode = mode
+        self.bucket = bucket
+        self.where = f"runner {runner.name!r}, {mode} bucket [{bucket}]"
+        self.layout: Layout = runner.staging.layout(bucket.sizes)
+        self.state: dict[Any, Any] = {}
+        self.baked: dict[str, Any] = {}
+        self.samples: dict[str, torch.Tensor] = {}
+        self.break_calls: list[Call] = []
+        self.tree: Tree | None = None
+        self.pool_outputs: dict[str, torch.Tensor] = {}
+        self.replays = 0
+        self.reads: dict[str, Fingerprint] = {}
+        self._ambient: Ambient | None = None
+        self.failure: str | None = None
+        self._graphs: list[Graph] = []
+        self.launch: Callable[[], None] = self._not_captured
+        self.unpack: Callable[[], None] = self._not_captured
+        # A dispatch of its own, for the batches of warm-up and capture, which fill the bucket.
+        self.dispatch = Dispatch(
+            mode=mode,
+            bucket=bucket,
+            sizes=bucket.sizes,
+            padding=dict.fromkeys(bucket.sizes, 0),
+            query_len=bucket.query_len,
+            max_query_len=bucket.max_query_len or bucket.query_len,
+            variant=bucket.variant,
+        )
+        self._plan: Plan | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph to launch."""
+        return bool(self._graphs)
+
+    def ambient_difference(self) -> str | None:
+        """How the ambient modes differ from those of the capture, in words; None if they don't."""
+        if self._ambient is None:
+            return None
+        return self._ambient.difference(Ambient.now(self.runner.backend.device, self.runner.fn))
+
+    def pieces(self, sizes: Mapping[str, int]) -> tuple[Callable[[], None], ...]:
+        """What a replay of a PIECEWISE graph calls, one after another, for a batch of these sizes."""
+        graph = self._graphs[-1]
+        return graph.bind(sizes) if isinstance(graph, PiecewiseGraph) else (graph.replay,)
+
+    @property
+    def num_nodes(self) -> int:
+        """Operations in the graph of the function itself; -1 if unknown."""
+        return self._graphs[-1].num_nodes if self._graphs else 0
+
+    def release(self) -> None:
+        """Drop the graph, its memory and its state."""
+        for graph in self._graphs:
+            graph.release()
+        self._graphs = []
+        self.state = {}
+        self.baked = {}
+        self.tree = None
+        self.pool_outputs = {}
+        self.replays = 0
+        self.launch = self.unpack = self._not_captured
+
+    def _not_captured(self) -> None:
+        raise CaptureError(f"{self.where} is not captured")
+
+    # -- warm-up ----------------------------------------------------------------------------------
+
+    def warm_up(self, session: CaptureSession) -> None:
+        """Run the function eagerly on the example batch, and note the shapes of its outputs."""
+        runner = self.runner
+        step, values = self._load(Phase.WARMUP, variation=0)
+        breaks = WarmupRecorder(step) if self.mode is PIECEWISE else None
+        with runner.preserved(), recording(breaks):
+            if runner.watches_writes:
+                with WriteWatch(runner.declared_memory(self.layout)) as watch:
+                    result = session.warmup(lambda: self._call(values))
+                for write in watch.found.values():
+                    runner.note_undeclared(write)
+            else:
+                result = session.warmup(lambda: self._call(values))
+        self.break_calls = breaks.calls if breaks is not None else []
+        tree = Tree(result, self.where)
+        runner.results.check(tree, self.bucket.sizes, self.where)
+        self.samples = {
+            path: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for path, tensor in tree.tensors().items()
+        }
+
+    def sample(self, path: str) -> Sample:
+        """What inference is told of one output."""
+        return Sample(self.bucket.sizes, tuple(self.samples[path].shape))
+
+    # -- capture ----------------------------------------------------------------------------------
+
+    def capture(self, session: CaptureSession) -> None:
+        """Capture the graph; on the recording backend twice, with different contents, to compare."""
+        runner = self.runner
+        # Gives prepare a new state too: one for all recordings, since what it keeps there is the graph's.
+        self.release()
+        runner.results.make_views(self.bucket.sizes)
+        for variation in range(runner.backend.recordings):
+            step, values = self._load(Phase.CAPTURE, variation=variation)
+            with runner.preserved():
+                graphs, tree, kept = self._record(session, step, values)
+            earlier, self._graphs = self._graphs, graphs
+            self.tree, self.pool_outputs, self.baked = tree, kept, step.prepared
+            if earlier:
+                difference = earlier[-1].difference(graphs[-1])
+                for graph in earlier:
+                    graph.release()
+                if difference is not None:
+                    self.release()
+                    raise CaptureError(
+                        f"{self.where}: two captures differ, and a replay would repeat only one: "
+                        f"{difference}"
+                    )
+        self.failure = None
+        self.reads = fingerprints(runner.options.reads)
+        self._ambient = Ambient.now(runner.backend.device, runner.fn)
+        if self.mode is not PIECEWISE:
+            self.launch = self._graphs[-1].replay
+        if runner.has_prepare:
+            self.unpack = self._graphs[0].replay
+        if self.num_nodes == 0:
+            runner.warn(
+                f"{self.where}: the graph is empty: nothing was launched while it was captured"
+            )
+
+    def _record(
+        self, session: CaptureSession, step: Step, values: dict[str, Any]
+    ) -> tuple[list[Graph], Tree, dict[str, torch.Tensor]]:
+        staging = self.runner.staging
+        graphs: list[Graph] = []
+        if self.runner.has_prepare:
+            # prepare runs between the two, on what the first has unpacked.
+            graphs.append(session.capture(lambda: staging.unpack(self.layout)).graph)
+
+        def body() -> tuple[Tree, dict[str, torch.Tensor]]:
+            if not self.runner.has_prepare:
+                staging.unpack(self.layout)
+            tree = Tree(self._call(values), self.where)
+            return tree, self.runner.results.write(tree, self.bucket.sizes, self.where)
+
+        breaks = self._capture_recorder(session, step) if self.mode is PIECEWISE else None
+        captured = session.capture(body, breaks=breaks)
+        graphs.append(captured.graph)
+        tree, kept = captured.result
+        # What isn't kept must not hold memory of the pool, which the next capture uses again.
+        tree.leaves = [None] * len(tree.leaves)
+        return graphs, tree, kept
+
+    def _capture_recorder(self, session: CaptureSession, step: Step) -> CaptureRecorder:
+        runner = self.runner
+        return CaptureRecorder(
+            runner.backend,
+            session.pool,
+            step,
+            self.where,
+            self.break_calls,
+            runner.row_inference(self.where),
+            {buffer.tensor.data_ptr(): buffer for buffer in runner.binding.buffers.values()},
+        )
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def _load(self, phase: Phase, variation: int) -> tuple[Step, dict[str, Any]]:
+        """Fill the buffers with the example batch, by the same way as a run's inputs, and prepare."""
+        runner = self.runner
+        if self._plan is None:
+            self._plan = runner.staging.plan(self.layout, self.bucket.sizes)
+        fed, resident = runner.example_batch(self.bucket, variation)
+        staged = runner.staging.write(self._plan, fed)
+        step = Step(self.dispatch, phase, self.layout.views, staged.hosted, None, self.state)
+        if runner.options.prepare_host is not None:
+            with running(step):
+                runner.options.prepare_host(step)
+        runner.staging.move(self._plan, staged)
+        for name, value in resident.items():
+            view = self.layout.views[name]
+            view.copy_(torch.as_tensor(value, device="cpu").to(view.dtype))
+        runner.staging.unpack(self.layout)
+        values = self.arguments()
+        values.update(runner.prepare(step))
+        return step, values
+
+    def arguments(self) -> dict[str, Any]:
+        """The function's arguments but for what prepare makes."""
+        views: Mapping[str, Any] = self.layout.views
+        values = {name: views[name] for name in self.runner.binding.passed}
+        values.update(self.bucket.variant)
+        return values
+
+    def _call(self, values: dict[str, Any]) -> Any:
+        runner = self.runner
+        # The breaks of a PIECEWISE graph get the step from their recorder; a FULL graph has none.
+        with in_body(None):
+            return runner.binding.call(runner.fn, dict(values))

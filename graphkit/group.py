@@ -1,0 +1,529 @@
+"""A group: runners that share buffers, a memory pool and a capture stream, and never run at the same time."""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from graphkit.backends import backend_for
+from graphkit.backends.base import Backend, ErrorMode
+from graphkit.bucket_graph import BucketGraph
+from graphkit.buckets import Bucket, Buckets
+from graphkit.buffers import Buffers, BufferSpec, dims_of
+from graphkit.capture import CaptureSession, Progress
+from graphkit.dims import Dim
+from graphkit.dispatch import FULL, Dispatch, Mode, Policy, Reason, Route
+from graphkit.errors import ConcurrentRunError, InputError, SpecError, StateError, user_frame
+from graphkit.options import RunnerOptions
+from graphkit.report import GraphRow, Report, RunnerReport
+from graphkit.runner import GraphRunner
+
+CHECKED_VARIABLE = "GRAPHKIT_CHECKED"
+"""Environment variable that, set to 1, makes groups checked by default."""
+
+
+class State(enum.Enum):
+    """What a group can do."""
+
+    NEW = "nothing is captured yet"
+    CAPTURED = "graphs are there"
+    SUSPENDED = "memory was released"
+    STALE = "graphs were invalidated"
+    CLOSED = "closed"
+
+
+class GraphGroup:
+    """Owns backend, pool, capture stream, buffers and runners. There are no globals.
+
+    Args:
+        device: "cuda", "cpu" (the recording backend), a `torch.device`, or a backend.
+        checked: verify at each run what is otherwise trusted; by default the environment variable
+            GRAPHKIT_CHECKED decides.
+        on_error: what a bucket's failure does to `capture`: "raise", or "skip" (it falls back, with its reason).
+        stream: to capture on.
+        pool: to capture into.
+        capture_context: entered once in each capture, and left before any replay.
+        capture_error_mode: CUDA's.
+
+    Raises:
+        SpecError: the device is none that graphs are captured on, or an option is wrong.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | Backend = "cuda",
+        *,
+        checked: bool | None = None,
+        on_error: str = "raise",
+        stream: Any = None,
+        pool: Any = None,
+        capture_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        capture_error_mode: ErrorMode = "thread_local",
+    ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise SpecError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
+            raise SpecError(
+                f"capture_error_mode must be 'global', 'thread_local' or 'relaxed', got {capture_error_mode!r}"
+            )
+        self.backend = backend_for(device)
+        self.device = self.backend.device
+        self.checked = os.environ.get(CHECKED_VARIABLE) == "1" if checked is None else checked
+        self.buffers = Buffers(self.device)
+        self.lock = threading.Lock()
+        self.state = State.NEW
+        self.capture_seconds = 0.0
+        self._on_error = on_error
+        self._stream = stream
+        self._pool = pool
+        self._capture_context = capture_context
+        self._error_mode: ErrorMode = capture_error_mode
+        self._runners: dict[str, GraphRunner] = {}
+        self._owners: dict[str, str] = {}
+        self._last_stream: int | None = None
+        self._private: list[Buffers] = []
+        self._messages: list[str] = []
+
+    # -- runners ----------------------------------------------------------------------------------
+
+    def runner(
+        self, name: str, fn: Callable[..., Any], *, policy: Policy, **options: Any
+    ) -> GraphRunner:
+        """Declare a runner of the group's buffers.
+
+        Args:
+            name: unique in the group.
+            fn: the function or module. Its parameters are fed from the buffers that they are named after; those with a
+                default keep it.
+            policy: the routes.
+            inputs: parameter -> `Fed(buffer)`, `Resident(buffer)` or `Count(dim)`, where names or roles differ.
+            prepare: called with the `Step` after the inputs have moved, before each warm-up, capture, replay and eager run; what it returns is
+                passed by name and baked.
+            prepare_host: called with the `Step` after host inputs are padded and before they move; may write ``step.host``.
+            outputs: path -> `Output` or a buffer; what isn't declared is inferred.
+            reads: memory that the graphs read and the group doesn't own: modules, tensors, callables that give tensors.
+            mutates: state that the function changes: tensors and `Scratch`; restored after warm-up and capture.
+            example: bucket -> inputs by name for warm-up and capture.
+            supports: which batches what `fn` calls can run in a FULL graph.
+            strict: raise a `DispatchError` instead of falling back.
+            generators: generators, besides the default one, that `fn` draws from.
+            warmup_as_capturing: answer True to code that asks whether the stream is capturing, in warm-up too.
+            ring_depth: slots of pinned memory, that is steps in flight.
+
+        Raises:
+            SpecError: anything doesn't fit together; nothing is declared.
+        """
+        return self._add(name, fn, policy, options, self.buffers)
+
+    def wrap(
+        self,
+        fn: Callable[..., Any],
+        *,
+        name: str | None = None,
+        policy: Policy | None = None,
+        **specs: Any,
+    ) -> Wrapped:
+        """The function with private buffers, called like the function itself.
+
+        Args:
+            fn: the function or module.
+            name: for messages; by default the function's.
+            policy: by default FULL over powers of two of the dims in the specs.
+            specs: a `BufferSpec` for each parameter, and any option of `runner`.
+
+        Returns:
+            A callable that takes the inputs by keyword (or in the order of the specs), reads the batch's sizes off their
+            shapes, and returns independent tensors.
+        """
+        buffers = Buffers(self.device)
+        declared = {k: v for k, v in specs.items() if isinstance(v, BufferSpec)}
+        options = {k: v for k, v in specs.items() if not isinstance(v, BufferSpec)}
+        buffers.declare(**declared)
+        if policy is None:
+            dims = {d.name: d for spec in declared.values() for d in dims_of(spec.shape)}
+            policy = _default_policy(tuple(dims.values()))
+        base = name or getattr(fn, "__name__", type(fn).__name__)
+        unique, number = base, 2
+        while unique in self._runners:
+            unique, number = f"{base}_{number}", number + 1
+        runner = self._add(unique, fn, policy, options, buffers)
+        self._private.append(buffers)
+        return Wrapped(runner, declared)
+
+    def _add(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        policy: Policy,
+        options: Mapping[str, Any],
+        buffers: Buffers,
+    ) -> GraphRunner:
+        self._check_open()
+        if not isinstance(name, str) or not name:
+            raise SpecError(f"a runner's name must be a non-empty str, got {name!r}")
+        if name in self._runners:
+            raise SpecError(f"the group has a runner named {name!r} already; use another name")
+        if not isinstance(policy, Policy):
+            raise SpecError(f"runner {name!r} needs a Policy, got {policy!r}")
+        known = [a.name for a in RunnerOptions.__attrs_attrs__]
+        for option, value in options.items():
+            if option not in known:
+                raise SpecError(
+                    f"runner {name!r} got {option}={value!r}, which is no option; the options are {', '.join(known)}"
+                )
+        runner = GraphRunner(self, name, fn, policy, RunnerOptions(**options), buffers)
+        used = (*runner.binding.buffers.values(), *runner.results.buffers)
+        packed = [buffer for buffer in used if buffer.spec.moves]
+        for buffer in packed:
+            owner = self._owners.get(buffer.name, name) if buffers is self.buffers else name
+            if owner != name:
+                raise SpecError(
+                    f"buffer {buffer.name!r} is packed, so that its elements move with the bucket, and runner {owner!r} uses it; "
+                    f"a packed buffer is for one runner: give {name!r} its own, or make it strided"
+                )
+        if buffers is self.buffers:
+            self._owners.update({buffer.name: name for buffer in packed})
+        self._runners[name] = runner
+        return runner
+
+    def __getitem__(self, name: str) -> GraphRunner:
+        """The runner of this name."""
+        return self._runners[name]
+
+    @property
+    def runners(self) -> tuple[GraphRunner, ...]:
+        """All runners, in order of declaration."""
+        return tuple(self._runners.values())
+
+    # -- capture ----------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        *,
+        order: Callable[[Mode, Bucket], Any] | None = None,
+        progress: bool = True,
+    ) -> Report:
+        """Warm up and capture every bucket of every runner that isn't captured.
+
+        All are warmed up, then captured, PIECEWISE before FULL and the largest first. After a failure
+        the captured buckets serve, and another call goes on with the missing ones.
+
+        Args:
+            order: sort key of (mode, bucket) to capture by instead.
+            progress: show a bar, on a terminal with tqdm, or log lines.
+
+        Raises:
+            CaptureError: the device refuses an operation of a function.
+            MemoryBudgetError: the device's memory is too small.
+            SpecError: an output's shape can't be inferred, or isn't as declared.
+            Exception: what a function raises, with a note that names runner and bucket.
+        """
+        self._check_open()
+        with self._exclusive("capture"):
+            began = time.perf_counter()
+            missing = [e for r in self.runners for e in r.entries if not e.is_captured]
+            missing.sort(key=(lambda e: order(e.mode, e.bucket)) if order else _capture_order)
+            bar = Progress(2 * len(missing), "graphkit capture")
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    self._capture(missing, bar if progress else Progress(0, ""))
+            finally:
+                bar.close()
+                self._messages.extend(
+                    str(w.message) for w in caught if w.category.__module__.startswith("graphkit")
+                )
+                self.capture_seconds += time.perf_counter() - began
+            for warning in caught:
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
+        return self.report()
+
+    def _capture(self, missing: Sequence[BucketGraph], bar: Progress) -> None:
+        generators = list(dict.fromkeys(g for r in self.runners for g in r.options.generators))
+        if self._stream is None:
+            self._stream = self.backend.new_stream()
+        if self._pool is None:
+            self._pool = self.backend.new_pool()
+        session = CaptureSession(
+            self.backend,
+            stream=self._stream,
+            pool=self._pool,
+            capture_context=self._capture_context,
+            error_mode=self._error_mode,
+            generators=generators,
+        )
+        failures: list[Exception] = []
+        with session:
+            warmed = [
+                entry
+                for entry in missing
+                if self._attempt(entry, lambda e: e.warm_up(session), bar, failures)
+            ]
+            for runner in self.runners:
+                try:
+                    runner.settle_outputs()
+                except SpecError as error:
+                    failures.append(error)
+                    warmed = [entry for entry in warmed if entry.runner is not runner]
+            session.flush()
+            for entry in warmed:
+                if self._attempt(entry, lambda e: e.capture(session), bar, failures):
+                    entry.runner.mark_captured(entry)
+        self._last_stream = None
+        if any(runner.dispatcher.captured for runner in self.runners):
+            self._set_state(State.CAPTURED)
+        if failures:
+            if len(failures) > 1:
+                failures[0].add_note(f"graphkit: and {len(failures) - 1} more failures like it")
+            raise failures[0]
+
+    def _attempt(
+        self,
+        entry: BucketGraph,
+        work: Callable[[BucketGraph], None],
+        bar: Progress,
+        failures: list[Exception],
+    ) -> bool:
+        """Do one bucket's work. A failure leaves the other buckets to go on, and is raised after them."""
+        try:
+            work(entry)
+        except Exception as error:
+            entry.release()
+            frame = user_frame(error)
+            at = f" at {frame}" if frame else ""
+            entry.failure = f"{type(error).__name__}: {error}"
+            # The traceback's frames hold tensors, and so the failed bucket's memory.
+            traceback.clear_frames(error.__traceback__)
+            if self._on_error == "raise":
+                error.add_note(f"graphkit: in {entry.where}{at}")
+                failures.append(error)
+            else:
+                self._messages.append(f"{entry.where} was skipped{at}: {entry.failure}")
+            return False
+        bar.step(f"{entry.runner.name} {entry.mode} {entry.bucket}")
+        return True
+
+    # -- lifecycle --------------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        """Drop the graphs, and keep buffers: memory that they read has moved. `capture` makes new ones."""
+        self._check_open()
+        with self._exclusive("invalidate"):
+            for runner in self.runners:
+                runner.drop_graphs()
+            if self.state is not State.NEW:
+                self._set_state(State.STALE)
+
+    def release(self) -> None:
+        """Give all device memory back, and keep the declarations. Runs raise until `capture`."""
+        self._check_open()
+        with self._exclusive("release"):
+            self._drop()
+            self._set_state(State.SUSPENDED)
+
+    def close(self) -> None:
+        """Drop everything for good. Closing twice is harmless."""
+        if self.state is State.CLOSED:
+            return
+        with self._exclusive("close"):
+            self._drop()
+            for buffers in (self.buffers, *self._private):
+                buffers.close()
+            self._set_state(State.CLOSED)
+
+    def __enter__(self) -> GraphGroup:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _drop(self) -> None:
+        self.backend.synchronize()
+        for runner in self.runners:
+            runner.drop_memory()
+        for buffers in (self.buffers, *self._private):
+            buffers.forget()
+        self._pool = None
+        self._last_stream = None
+        self.backend.empty_cache()
+
+    def check_addresses(self) -> None:
+        """Raise a `StaleGraphError` if memory named in a runner's `reads=` has moved since the capture."""
+        for runner in self.runners:
+            runner.check_addresses()
+
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        reason = {State.SUSPENDED: Reason.SUSPENDED, State.STALE: Reason.STALE}.get(state)
+        for runner in self.runners:
+            runner.dispatcher.set_reason(reason)
+
+    def check_runnable(self, name: str) -> None:
+        """Raise a `StateError` unless runs are possible."""
+        if self.state is State.CLOSED:
+            raise StateError(f"runner {name!r}: the group is closed; make a new GraphGroup")
+        if self.state is State.SUSPENDED:
+            raise StateError(
+                f"runner {name!r}: the group's memory is released; call capture() before running again"
+            )
+
+    def _check_open(self) -> None:
+        if self.state is State.CLOSED:
+            raise StateError("the group is closed; make a new GraphGroup")
+
+    def _exclusive(self, what: str) -> AbstractContextManager[None]:
+        return _Exclusive(self.lock, what)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def order_on_stream(self) -> None:
+        """Order the current stream after the group's last launch, if that was on another one."""
+        key = self.backend.stream_key()
+        if key != self._last_stream:
+            if self._last_stream is not None:
+                self.backend.wait_for(self._last_stream)
+            self._last_stream = key
+
+    def report(self) -> Report:
+        """What is captured, what ran, and what fell back."""
+        return Report(
+            state=self.state.name,
+            device=str(self.device),
+            runners=tuple(_runner_report(runner) for runner in self.runners),
+            buffer_bytes=sum(b.nbytes for b in (self.buffers, *self._private)),
+            host_bytes=sum(runner.staging.host_nbytes for runner in self.runners),
+            reserved_bytes=self.backend.memory_reserved(),
+            capture_seconds=self.capture_seconds,
+            messages=tuple(self._messages),
+        )
+
+    def __repr__(self) -> str:
+        return f"GraphGroup({str(self.device)!r}, {self.state.name}, runners={list(self._runners)})"
+
+
+class _Exclusive:
+    """The group's lock, taken at once or not at all."""
+
+    def __init__(self, lock: threading.Lock, what: str) -> None:
+        self._lock = lock
+        self._what = what
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentRunError(f"{self._what}: a run or capture of the group is under way")
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+class Wrapped:
+    """A function with private static buffers; made by `GraphGroup.wrap`.
+
+    Attributes:
+        runner: the runner behind it.
+    """
+
+    def __init__(self, runner: GraphRunner, specs: Mapping[str, BufferSpec]) -> None:
+        self.runner = runner
+        self._specs = dict(specs)
+
+    def __call__(self, *args: Any, context: Any = None, **inputs: Any) -> Any:
+        """Run on a batch; the sizes are read off the inputs' shapes.
+
+        Returns:
+            What the function returns, as independent tensors.
+        """
+        if len(args) > len(self._specs):
+            raise InputError(
+                f"{self.runner.name!r} takes {len(self._specs)} inputs, got {len(args)} by position"
+            )
+        for name, value in zip(self._specs, args, strict=False):
+            if name in inputs:
+                raise InputError(f"{self.runner.name!r}: input {name!r} is given twice")
+            inputs[name] = value
+        return self.runner.run(self.dispatch(inputs), inputs, context=context, clone=True)
+
+    def dispatch(self, inputs: Mapping[str, Any]) -> Dispatch:
+        """The dispatch for these inputs."""
+        sizes: dict[str, int] = {}
+        for name, spec in self._specs.items():
+            if name not in inputs:
+                raise InputError(
+                    f"{self.runner.name!r}: input {name!r} is missing; it takes {', '.join(self._specs)}"
+                )
+            shape = _shape_of(inputs[name])
+            if len(shape) != len(spec.shape):
+                raise InputError(
+                    f"{self.runner.name!r}: input {name!r} has shape {shape}, expected {len(spec.shape)} axes: {spec}"
+                )
+            for extent, size in zip(spec.shape, shape, strict=True):
+                if isinstance(extent, int):
+                    continue
+                dim, count = _solve(extent, size, name)
+                if sizes.setdefault(dim.name, count) != count:
+                    raise InputError(
+                        f"{self.runner.name!r}: the inputs disagree on dim {dim.name!r}: {sizes[dim.name]}, and {count} by {name!r}"
+                    )
+        return self.runner.dispatch(**sizes)
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    found: list[int] = []
+    while isinstance(value, (list, tuple)):
+        found.append(len(value))
+        if not value:
+            break
+        value = value[0]
+    return tuple(found)
+
+
+def _solve(extent: Any, size: int, name: str) -> tuple[Dim, int]:
+    if isinstance(extent, Dim):
+        return extent, size
+    count, rest = divmod(size - extent.offset, extent.factor)
+    if rest or count < 0:
+        raise InputError(f"input {name!r} has {size} rows, which is no {extent}")
+    return extent.dim, count
+
+
+def _default_policy(dims: tuple[Dim, ...]) -> Policy:
+    if not dims:
+        return Policy([Route(FULL, Buckets.fixed())])
+    if len(dims) == 1:
+        return Policy([Route(FULL, Buckets.powers(dims[0]))])
+    sizes = {dim: [point[0] for point in Buckets.powers(dim).points] for dim in dims}
+    return Policy([Route(FULL, Buckets.grid(sizes))])
+
+
+def _capture_order(entry: BucketGraph) -> tuple[int, int]:
+    total = 1
+    for size in entry.bucket.sizes.values():
+        total *= max(size, 1)
+    return (-entry.mode.rank, -total)
+
+
+def _runner_report(runner: GraphRunner) -> RunnerReport:
+    return RunnerReport(
+        name=runner.name,
+        graphs=tuple(
+            GraphRow(e.mode, str(e.bucket), e.is_captured, e.replays, e.num_nodes, e.failure)
+            for e in runner.entries
+        ),
+        counts=runner.dispatcher.counts,
+        eager_runs=runner.eager_runs,
+        output_bytes=runner.results.nbytes,
+    )

@@ -1,0 +1,121 @@
+"""Host values: turning what callers give (arrays, tensors, lists, scalars) into NumPy, exactly.
+
+A value is taken where the buffer's dtype holds it exactly, and refused otherwise; only Python floats
+are rounded, to the buffer's own float.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphkit.errors import InputError
+
+_NUMPY: dict[torch.dtype, Any] = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.uint16: np.uint16,
+    torch.uint32: np.uint32,
+    torch.uint64: np.uint64,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+_RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_RAW_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The NumPy dtype of a torch dtype; unsigned ints of the same width where NumPy has none."""
+    return np.dtype(_NUMPY.get(dtype) or _RAW[dtype.itemsize])
+
+
+def has_numpy(dtype: torch.dtype) -> bool:
+    """Whether NumPy has the dtype itself."""
+    return dtype in _NUMPY
+
+
+def encode(value: Any, dtype: torch.dtype) -> Any:
+    """A pad value as `numpy_dtype(dtype)` stores it."""
+    if dtype in _NUMPY:
+        return np.asarray(value, dtype=_NUMPY[dtype])[()]
+    return tensor_to_numpy(torch.tensor(value, dtype=dtype, device="cpu"))[()]
+
+
+def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor as NumPy, sharing memory where it can; raw bits where NumPy lacks the dtype."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype not in _NUMPY:
+        tensor = tensor.contiguous().view(_RAW_TORCH[tensor.dtype.itemsize])
+        return tensor.numpy().view(_RAW[tensor.dtype.itemsize])
+    return tensor.numpy()
+
+
+def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, Any]:
+    """A list or scalar as an array that holds it exactly in `dtype`.
+
+    Raises:
+        InputError: it is ragged, of another kind, or out of the dtype's range. `where` begins the message.
+    """
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"{where}: can't make an array of it ({error}); is it ragged?") from None
+    if array.size == 0 and not isinstance(value, (np.ndarray, np.generic)):
+        return np.zeros(array.shape, numpy_dtype(dtype))
+    kind = array.dtype.kind
+    if kind not in "biufc":
+        raise InputError(f"{where}: got {_short(value)}, expected numbers that {dtype} holds")
+    if dtype is torch.bool or kind == "b":
+        if not (dtype is torch.bool and kind == "b"):
+            raise InputError(
+                f"{where}: got {_short(value)}, expected {dtype}; bools and numbers aren't mixed"
+            )
+        return array
+    if not dtype.is_floating_point and not dtype.is_complex:
+        if kind not in "iu":
+            raise InputError(f"{where}: got {_short(value)}, expected integers for {dtype}")
+        info = torch.iinfo(dtype)
+        if array.size and (int(array.min()) < info.min or int(array.max()) > info.max):
+            raise InputError(f"{where}: got {_short(value)}, out of the range of {dtype}")
+        return array.astype(numpy_dtype(dtype))
+    if kind == "c" and not dtype.is_complex:
+        raise InputError(f"{where}: got {_short(value)}, expected real numbers for {dtype}")
+    if isinstance(value, np.generic) and array.dtype != _NUMPY.get(dtype):
+        held, wide = _as_float(array, dtype), _wide(dtype.is_complex)
+        back = held.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
+        if not np.array_equal(back, array.astype(wide), equal_nan=True):
+            raise InputError(f"{where}: got {value!r}, which {dtype} doesn't hold exactly")
+    if kind in "iu":
+        held = _as_float(array, dtype)
+        back = held.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
+        if not (
+            np.array_equal(back.real, array)
+            and np.array_equal(back.real.astype(object), array.astype(object))
+        ):
+            raise InputError(f"{where}: got {_short(value)}, which {dtype} doesn't hold exactly")
+        return tensor_to_numpy(held)
+    return tensor_to_numpy(_as_float(array, dtype))
+
+
+def _as_float(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(array.astype(_wide(array.dtype.kind == "c"))).to(dtype)
+
+
+def _wide(is_complex: bool) -> Any:
+    return np.complex128 if is_complex else np.float64
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,53 @@
+"""The options of a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from graphkit.buckets import Bucket
+from graphkit.dims import as_size
+from graphkit.dispatch import Support
+from graphkit.errors import SpecError
+from graphkit.mutation import check_mutates
+from graphkit.step import Step
+from graphkit.watch import check_reads
+
+
+def _callable_or_none(instance: object, attribute: Any, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise SpecError(f"{attribute.name} must be callable, got {value!r}")
+
+
+def _support(instance: object, attribute: Any, value: Any) -> None:
+    if not isinstance(value, Support):
+        raise SpecError(f"supports must be a Support, as gk.Support.UNIFORM, got {value!r}")
+
+
+@attrs.frozen(kw_only=True)
+class RunnerOptions:
+    """The options of a runner, beside its function and policy; see `GraphGroup.runner`."""
+
+    inputs: Mapping[str, Any] | None = None
+    prepare: Callable[[Step], Mapping[str, Any] | None] | None = attrs.field(
+        default=None, validator=_callable_or_none
+    )
+    prepare_host: Callable[[Step], None] | None = attrs.field(
+        default=None, validator=_callable_or_none
+    )
+    outputs: Any = None
+    reads: Sequence[Any] = attrs.field(default=(), converter=check_reads)
+    mutates: Sequence[Any] = attrs.field(default=(), converter=check_mutates)
+    example: Callable[[Bucket], Mapping[str, Any]] | None = attrs.field(
+        default=None, validator=_callable_or_none
+    )
+    supports: Support = attrs.field(default=Support.ALWAYS, validator=_support)
+    strict: bool = False
+    generators: Sequence[torch.Generator] = attrs.field(default=(), converter=tuple)
+    warmup_as_capturing: bool = False
+    ring_depth: int = attrs.field(
+        default=8, converter=lambda depth: as_size(depth, "ring_depth", minimum=1, error=SpecError)
+    )

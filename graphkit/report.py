@@ -1,0 +1,140 @@
+"""Reports: what was captured, what ran, how much was padding, and what fell back and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from graphkit.dispatch import Mode, Tally
+
+
+@attrs.frozen
+class GraphRow:
+    """One graph of a runner."""
+
+    mode: Mode
+    bucket: str
+    captured: bool
+    replays: int
+    nodes: int
+    failure: str | None
+
+
+@attrs.frozen
+class RunnerReport:
+    """One runner: its graphs, its dispatches, and its eager runs."""
+
+    name: str
+    graphs: tuple[GraphRow, ...]
+    counts: tuple[Tally, ...]
+    eager_runs: int
+    output_bytes: int
+
+    @property
+    def never_replayed(self) -> tuple[GraphRow, ...]:
+        """Graphs that were captured and never ran."""
+        return tuple(row for row in self.graphs if row.captured and not row.replays)
+
+
+@attrs.frozen
+class Report:
+    """A group at one moment; `str` gives the tables.
+
+    Attributes:
+        state: of the group.
+        buffer_bytes: static buffers at their maxima, adopted memory aside.
+        host_bytes: pinned host memory.
+        reserved_bytes: what the device's allocator holds in all; 0 on the CPU.
+        messages: what captures had to say.
+    """
+
+    state: str
+    device: str
+    runners: tuple[RunnerReport, ...]
+    buffer_bytes: int
+    host_bytes: int
+    reserved_bytes: int
+    capture_seconds: float
+    messages: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        outputs = sum(runner.output_bytes for runner in self.runners)
+        lines = [
+            f"graph group on {self.device}: {self.state}, captured in {self.capture_seconds:.2f} s",
+            f"buffers {_bytes(self.buffer_bytes)}, outputs {_bytes(outputs)}, "
+             f"pinned {_bytes(self.host_bytes)}",
+        ]
+        for runner in self.runners:
+            lines.append("")
+            lines.extend(_runner_lines(runner))
+        lines.extend(f"note: {message}" for message in self.messages)
+        return "\n".join(lines)
+
+
+def _runner_lines(runner: RunnerReport) -> list[str]:
+    captured = sum(row.captured for row in runner.graphs)
+    lines = [f"runner {runner.name}: {captured} of {len(runner.graphs)} graphs captured"]
+    rows = [("mode", "bucket", "dispatches", "rows", "padding", "why not better")]
+    for count in runner.counts:
+        rows.append(
+            (
+                str(count.mode),
+                str(count.bucket) if count.bucket is not None else "-",
+                str(count.dispatches),
+                _main_rows(count),
+                _share(count),
+                count.reason.name if count.reason is not None else "",
+            )
+        )
+    if len(rows) > 1:
+        lines.extend(f"  {line}" for line in table(rows))
+    unused = runner.never_replayed
+    if unused:
+        shown = "; ".join(f"{row.mode} {row.bucket}" for row in unused[:3])
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        lines.append(f"  captured and never replayed: {shown}{more}")
+    for row in runner.graphs:
+        if row.captured and row.nodes == 0:
+            lines.append(f"  empty graph: {row.mode} {row.bucket}")
+        if row.failure:
+            lines.append(f"  not captured: {row.mode} {row.bucket}: {row.failure}")
+    return lines
+
+
+def _main_rows(count: Tally) -> str:
+    return (
+        " ".join(
+            f"{name}={rows}"
+            for name, rows in count.rows.items()
+            if count.bucket is None or count.padding[name] or rows
+        )
+        or "-"
+    )
+
+
+def _share(count: Tally) -> str:
+    parts = []
+    for name, padding in count.padding.items():
+        total = padding + count.rows[name]
+        if padding and total:
+            parts.append(f"{name} {padding / total:.0%}")
+    return ", ".join(parts) or "none"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Rows of text in aligned columns, the first row being the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for index, row in enumerate(rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        if index == 0:
+            yield "  ".join("-" * width for width in widths)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

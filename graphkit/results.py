@@ -1,0 +1,208 @@
+"""Results: the outputs of one runner, from what its function returns to what its caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphkit.buffers import Buffer, prefix, shape_at
+from graphkit.dims import Dim
+from graphkit.dispatch import Dispatch
+from graphkit.errors import SpecError
+from graphkit.inference import infer_shape
+from graphkit.leases import Lease, with_lease
+from graphkit.outputs import Output, StaticOutput, Tree, check_leaf
+
+if TYPE_CHECKING:
+    from graphkit.bucket_graph import BucketGraph
+
+
+class Results:
+    """Declared and inferred outputs, their static memory, and leases on it.
+
+    Attributes:
+        outputs: path -> `Output`; what isn't declared is added by `settle`.
+        generation: how often a run of the group has begun; the leases of outputs in the pool are judged by it.
+    """
+
+    def __init__(
+        self,
+        runner: str,
+        declared: Mapping[str, Output],
+        largest: Mapping[str, int],
+        device: torch.device,
+        host_empty: Callable[[int], torch.Tensor],
+        *,
+        checked: bool,
+    ) -> None:
+        self._runner = runner
+        self._declared = dict(declared)
+        self._largest = largest
+        self._device = device
+        self._host_empty = host_empty
+        self._checked = checked
+        self._static: dict[str, StaticOutput] = {}
+        self.outputs: dict[str, Output] = dict(declared)
+        self.generation = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of static outputs."""
+        return sum(static.nbytes for static in self._static.values())
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The buffers that outputs are bound to."""
+        return [output.to for output in self.outputs.values() if isinstance(output.to, Buffer)]
+
+    def forget(self) -> None:
+        """Drop the memory, and what was inferred."""
+        self._static.clear()
+        self.outputs = dict(self._declared)
+
+    def static(self, path: str) -> StaticOutput:
+        """The static memory of an output, of the size of the largest bucket; allocated once."""
+        static = self._static.get(path)
+        if static is None:
+            static = self._static[path] = StaticOutput(
+                self.outputs[path], self._largest, self._device, self._host_empty
+            )
+        return static
+
+    # -- at capture -------------------------------------------------------------------------------
+
+    def check(self, tree: Tree, sizes: Mapping[str, int], where: str) -> None:
+        """Raise a `SpecError` unless the function returned what is declared, for these sizes."""
+        missing = [path for path in self._declared if path not in tree.tensor_paths]
+        if missing:
+            raise SpecError(
+                f"{where}: outputs declares {', '.join(map(repr, missing))}, and the function returns "
+                f"{', '.join(repr(path) for path in tree.tensor_paths) or 'no tensor'}"
+            )
+        for path, tensor in tree.tensors().items():
+            if path in self.outputs:
+                check_leaf(path, tensor, self.outputs[path], sizes, where)
+
+    def settle(
+        self,
+        seen: Sequence[BucketGraph],
+        dims: Iterable[Dim],
+        uniform: Mapping[tuple[str, str], int],
+    ) -> None:
+        """Infer what isn't declared from the warm-ups of all buckets, and allocate static memory.
+
+        Raises:
+            SpecError: buckets return different outputs, or a shape can't be inferred.
+        """
+        if not seen:
+            return
+        paths = list(seen[0].samples)
+        for entry in seen:
+            if list(entry.samples) != paths:
+                raise SpecError(
+                    f"{entry.where} returns the outputs {list(entry.samples)}, and {seen[0].where} {paths}"
+                )
+        for path in paths:
+            if path not in self.outputs:
+                where = f"runner {self._runner!r}, output {path or 'value'!r}"
+                dtypes = {entry.samples[path].dtype for entry in seen}
+                if len(dtypes) > 1:
+                    raise SpecError(f"{where} has several dtypes: {sorted(map(str, dtypes))}")
+                samples = [entry.sample(path) for entry in seen]
+                self.outputs[path] = Output(
+                    infer_shape(samples, dims, uniform, where), dtypes.pop()
+                )
+            if self.outputs[path].to != "pool":
+                self.static(path)
+
+    def make_views(self, sizes: Mapping[str, int]) -> None:
+        """Make the static views of a bucket ahead of its capture, which is to log no more than it must."""
+        for path, output in self.outputs.items():
+            if output.to != "pool":
+                self.static(path).view(sizes)
+
+    def write(self, tree: Tree, sizes: Mapping[str, int], where: str) -> dict[str, torch.Tensor]:
+        """Copy what a function returned into static memory; part of the graph.
+
+        Returns:
+            The outputs that stay in the pool.
+        """
+        self.check(tree, sizes, where)
+        kept: dict[str, torch.Tensor] = {}
+        for path, tensor in tree.tensors().items():
+            output = self.outputs.get(path)
+            if output is None:
+                raise SpecError(f"{where}: output {path!r} was not there in warm-up")
+            if output.to == "pool":
+                kept[path] = tensor
+            else:
+                self.static(path).write(tensor, sizes)
+        return kept
+
+    # -- at a run ---------------------------------------------------------------------------------
+
+    def views(self, dispatch: Dispatch, entry: BucketGraph, *, clone: bool) -> Any:
+        """What the caller gets of a replay: the valid region of each output."""
+        tree = entry.tree
+        if tree is None:
+            return None
+        tensors: dict[str, torch.Tensor] = {}
+        for path in tree.tensor_paths:
+            output = self.outputs[path]
+            if output.to == "pool":
+                view = prefix(entry.pool_outputs[path], shape_at(output.shape, dispatch.sizes))
+            elif isinstance(output.to, Buffer) and output.to.spec.moves:
+                # The elements lie where the bucket's view has them.
+                whole = output.to.view(entry.bucket.sizes)
+                view = prefix(whole, shape_at(output.shape, dispatch.sizes))
+            else:
+                view = self._static[path].view(dispatch.sizes)
+            tensors[path] = self._given(path, view, clone)
+        return tree.rebuild(tensors)
+
+    def bind_eager(self, dispatch: Dispatch, result: Any, *, clone: bool) -> Any:
+        """What the caller gets of an eager run: outputs are where a graph would have put them."""
+        if all(output.to in ("static", "pool") for output in self.outputs.values()):
+            # A function may return a buffer's view, or its own memory.
+            return _cloned(result) if clone else result
+        where = f"runner {self._runner!r}, EAGER"
+        tree = Tree(result, where)
+        self.check(tree, dispatch.sizes, where)
+        tensors = tree.tensors()
+        for path, output in self.outputs.items():
+            if output.to == "host":
+                tensors[path] = tensors[path].to("cpu")
+            elif isinstance(output.to, Buffer):
+                static = self.static(path)
+                static.write(tensors[path], dispatch.sizes)
+                tensors[path] = self._given(path, static.view(dispatch.sizes), clone=False)
+        result = tree.rebuild(tensors)
+        return _cloned(result) if clone else result
+
+    def end_leases(self, *, replay: bool) -> None:
+        """A run overwrites outputs: all of them if it is a replay, those bound to buffers if it is eager."""
+        for static in self._static.values():
+            if static.buffer is not None:
+                static.buffer.generation += 1
+            elif replay:
+                static.generation += 1
+
+    def _given(self, path: str, view: torch.Tensor, clone: bool) -> torch.Tensor:
+        if clone:
+            with torch.no_grad():
+                return view.clone()
+        if not self._checked:
+            return view
+        memory: Any = self
+        if self.outputs[path].to != "pool":
+            memory = self._static[path].buffer or self._static[path]
+        what = f"runner {self._runner!r}, output {path or 'value'!r}"
+        return with_lease(view, Lease(what, lambda: int(memory.generation)))
+
+
+def _cloned(result: Any) -> Any:
+    with torch.no_grad():
+        return pytree.tree_map_only(torch.Tensor, torch.clone, result)

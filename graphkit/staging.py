@@ -1,0 +1,316 @@
+"""Staging: how the inputs of a step reach their static buffers.
+
+Host inputs are written by NumPy into one span of pinned memory, padded there, and moved by a single copy;
+the first node of the graph unpacks the span into the buffers, and pads the buffers that somebody wrote on
+the device (`graphkit.unpack`). The span begins with a header: the batch's real sizes, which those pads and
+`Count` read, and a flag for each input that says whether the host fed it in this step.
+
+Inputs on the device are copied straight into their buffers. Buffers of over `PACKED_LIMIT` bytes never go
+through the span.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphkit.backends.base import Backend
+from graphkit.buffers import prefix, shape_at
+from graphkit.dims import Dim
+from graphkit.hostdata import encode, numpy_dtype
+from graphkit.intake import Intake
+from graphkit.layout import Layout, Plan, Region, Slot
+from graphkit.pads import host_fills, steps_of, tensor_fills
+from graphkit.parameters import Binding
+from graphkit.ring import Ring
+from graphkit.unpack import Unpacker
+
+PACKED_LIMIT = 1 << 20
+"""Bytes at the maxima above which a fed buffer is copied on its own."""
+
+ON_HOST: Any = object()
+"""Given for an input that was written in place already, in the array of the slot."""
+ON_DEVICE: Any = object()
+"""Given for an input that was written in place already, in the plan's rows on the device."""
+
+_ALIGNMENT = 16
+_LAYOUTS = 4096
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+class Staged:
+    """What `Staging.write` has checked and written, and `Staging.move` is to move."""
+
+    __slots__ = ("from_device", "hosted", "slot")
+
+    def __init__(
+        self,
+        slot: Slot,
+        hosted: Mapping[str, np.ndarray[Any, Any]],
+        from_device: Sequence[tuple[str, torch.Tensor | None]],
+    ) -> None:
+        self.slot = slot
+        self.hosted = hosted
+        self.from_device = from_device
+
+
+class Staging:
+    """The inputs of one runner: span, ring, layouts and the unpacking node."""
+
+    def __init__(
+        self,
+        runner: str,
+        backend: Backend,
+        binding: Binding,
+        dims: Sequence[Dim],
+        *,
+        ring_depth: int,
+        checked: bool,
+        writes_host: bool,
+    ) -> None:
+        self._backend = backend
+        self._binding = binding
+        self._dims = tuple(dims)
+        self._depth = ring_depth
+        self._checked = checked
+        self._writes_host = writes_host
+        self._intake = Intake(runner, binding, backend.device)
+        self._packed = {n: b for n, b in binding.fed.items() if b.spec.nbytes <= PACKED_LIMIT}
+        self._direct = {n: b for n, b in binding.fed.items() if n not in self._packed}
+        self._flags = {name: len(self._dims) + i for i, name in enumerate(self._packed)}
+        self._header_nbytes = _aligned(4 * (len(self._dims) + len(self._packed)))
+        self.span_nbytes = self._header_nbytes + sum(
+            _aligned(buffer.spec.nbytes) for buffer in self._packed.values()
+        )
+        self._unpacker = Unpacker(binding.resident | self._direct, self._dims, backend)
+        self._needs_header = bool(binding.counts) or self._unpacker.pads_on_device
+        self._span: torch.Tensor | None = None
+        self._ring: Ring | None = None
+        self._moved_real: Mapping[str, int] | None = None
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of pinned memory that the ring takes."""
+        return self.span_nbytes * self._depth
+
+    def forget(self) -> None:
+        """Drop the memory and every view of it."""
+        self._span = None
+        self._ring = None
+        self._moved_real = None
+        self._layouts.clear()
+
+    @property
+    def span(self) -> torch.Tensor:
+        """The span on the device: uint8, shape ``(span_nbytes,)``."""
+        if self._span is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._span = torch.zeros(
+                    max(self.span_nbytes, 1), dtype=torch.uint8, device=self._backend.device
+                )
+        return self._span
+
+    @property
+    def ring(self) -> Ring:
+        """The slots of host memory."""
+        if self._ring is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._ring = Ring(self._backend, self.span_nbytes, self._depth)
+        return self._ring
+
+    @property
+    def header(self) -> torch.Tensor:
+        """The header on the device: int32, real sizes and flags."""
+        return self._at(0, (self._header_nbytes // 4,), torch.int32)
+
+    def _at(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            nbytes = math.prod(shape) * dtype.itemsize
+            return self.span[offset : offset + nbytes].view(dtype).view(shape)
+
+    # -- layouts and plans ------------------------------------------------------------------------
+
+    def layout(self, sizes: Mapping[str, int]) -> Layout:
+        """The layout for these padded sizes; made once."""
+        key = tuple([sizes[dim.name] for dim in self._dims])
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = self._make_layout(sizes)
+        return layout
+
+    def _make_layout(self, sizes: Mapping[str, int]) -> Layout:
+        views = {name: buffer.view(sizes) for name, buffer in self._binding.buffers.items()}
+        names = [dim.name for dim in self._dims]
+        for name, dim in self._binding.counts.items():
+            views[name] = self._at(4 * names.index(dim.name), (), torch.int32)
+        regions: dict[str, Region] = {}
+        offset = self._header_nbytes
+        for name, buffer in self._packed.items():
+            shape = shape_at(buffer.spec.shape, sizes)
+            tensor = self._at(offset, shape, buffer.spec.dtype)
+            steps = steps_of(views[name], buffer.spec.pads)
+            regions[name] = Region(buffer, offset, tensor, self._flags[name], steps)
+            offset = _aligned(offset + tensor.nbytes)
+        return Layout(sizes, views, regions, self._at(0, (offset,), torch.uint8))
+
+    def plan(self, layout: Layout, real: Mapping[str, int]) -> Plan:
+        """Where a batch of these real sizes goes in `layout`."""
+        header = np.array([*real.values(), *(1 for _ in self._packed)], dtype=np.int32)
+        plan = Plan(layout, real, header, self._depth)
+        for name, buffer in self._binding.fed.items():
+            shape = shape_at(buffer.spec.shape, real)
+            view = layout.views[name]
+            plan.shapes[name] = shape
+            plan.rows[name] = prefix(view, shape)
+            if name in self._packed:
+                steps = layout.regions[name].steps
+                plan.device_fills[name] = tensor_fills(view, shape, buffer.spec.pads, steps)
+        return plan
+
+    def open_slot(self, plan: Plan) -> Slot:
+        """The slot that the next `write` of this plan fills."""
+        index = self.ring.acquire()
+        slot = plan.slots[index]
+        if slot is None:
+            slot = plan.slots[index] = self._make_slot(plan, index)
+        return slot
+
+    def _make_slot(self, plan: Plan, index: int) -> Slot:
+        array, tensor = self.ring.arrays[index], self.ring.tensors[index]
+        targets, host, fills = [], {}, []
+        for name, region in plan.layout.regions.items():
+            spec = region.buffer.spec
+            flat = array[region.offset : region.offset + region.tensor.nbytes]
+            padded = flat.view(numpy_dtype(spec.dtype)).reshape(tuple(region.tensor.shape))
+            cuts: list[Any] = [slice(0, size) for size in plan.shapes[name]]
+            rows = padded[(*cuts, ...)]
+            targets.append((name, rows, rows.dtype, rows.shape))
+            host[name] = padded
+            fills.extend(host_fills(padded, rows.shape, spec.pads, _encoder(spec.dtype)))
+        header = array[: 4 * plan.header.size].view(np.int32)
+        return Slot(index, targets, host, fills, header, tensor[: plan.layout.moved.nbytes])
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def write(self, plan: Plan, values: Mapping[str, Any]) -> Staged:
+        """Check every input, and write and pad the host ones in the ring's next slot.
+
+        No static buffer is touched yet.
+
+        Raises:
+            InputError: an input is missing, unknown, or of the wrong shape, dtype or device.
+        """
+        slot = self.open_slot(plan)
+        others: list[tuple[str, torch.Tensor | None]] | None = None
+        for name, target, dtype, shape in slot.targets:
+            value = values.get(name)
+            if type(value) is np.ndarray and value.dtype is dtype and value.shape == shape:
+                target[...] = value
+            elif value is ON_DEVICE:
+                others = [*(others or ()), (name, None)]
+            elif value is not ON_HOST:
+                taken = self._intake.take(name, value, shape, plan.real)
+                if isinstance(taken, torch.Tensor):
+                    others = [*(others or ()), (name, taken)]
+                else:
+                    target[...] = taken
+        if self._direct:
+            others = [*(others or ()), *self._take_direct(plan, values)]
+        if len(values) != len(self._binding.fed):
+            self._intake.refuse_unknown(values)
+        if self._checked:
+            self._check_valid(slot, others)
+        return self._pad(plan, slot, others)
+
+    def _take_direct(
+        self, plan: Plan, values: Mapping[str, Any]
+    ) -> list[tuple[str, torch.Tensor | None]]:
+        taken: list[tuple[str, torch.Tensor | None]] = []
+        for name in self._direct:
+            value = values.get(name)
+            if value is ON_DEVICE:
+                taken.append((name, None))
+                continue
+            array = self._intake.take(name, value, plan.shapes[name], plan.real)
+            if self._checked and isinstance(array, np.ndarray):
+                self._intake.check_valid(name, array)
+            taken.append((name, self._intake.as_tensor(name, array)))
+        return taken
+
+    def _check_valid(
+        self, slot: Slot, others: Sequence[tuple[str, torch.Tensor | None]] | None
+    ) -> None:
+        elsewhere = {name for name, _ in others or ()}
+        for name, target, _, _ in slot.targets:
+            if name not in elsewhere:
+                self._intake.check_valid(name, target)
+
+    def _pad(
+        self, plan: Plan, slot: Slot, others: list[tuple[str, torch.Tensor | None]] | None
+    ) -> Staged:
+        ring = self.ring
+        # Constant padding, and the header, are still there if this plan was the slot's last user.
+        if ring.owners[slot.index] is not slot:
+            slot.header[...] = plan.header
+            for target, source in slot.constant:
+                target[...] = source
+            ring.owners[slot.index] = None if self._writes_host else slot
+        for target, source, step in slot.copied:
+            target[...] = source
+            if step is not None:
+                target += step
+        if others is None:
+            return Staged(slot, slot.host, ())
+        hosted = dict(slot.host)
+        for name, _ in others:
+            if hosted.pop(name, None) is not None:
+                slot.header[self._flags[name]] = 0
+                ring.owners[slot.index] = None
+        return Staged(slot, hosted, others)
+
+    def move(self, plan: Plan, staged: Staged) -> None:
+        """Queue the copies of what `write` staged on the current stream."""
+        if self._packed or (self._needs_header and self._moved_real != plan.real):
+            plan.layout.moved.copy_(staged.slot.moved, non_blocking=True)
+            self._moved_real = plan.real
+            self.ring.commit()
+        for name, tensor in staged.from_device:
+            rows = plan.rows[name]
+            if tensor is not None and not _is_same(tensor, rows):
+                rows.copy_(tensor)
+            for fill in plan.device_fills.get(name, ()):
+                fill.run()
+
+    def unpack(self, layout: Layout) -> None:
+        """Launch what moves the span into the buffers and pads what was written on the device.
+
+        The real sizes are read on the device, so that this can be captured.
+        """
+        self._unpacker.unpack(layout, self.header)
+
+    def unpack_exact(self, layout: Layout, staged: Staged) -> None:
+        """Move the span into the buffers where the layout is the batch's own size, and nothing is padded."""
+        for name in staged.hosted:
+            layout.views[name].copy_(layout.regions[name].tensor)
+
+
+def _encoder(dtype: torch.dtype) -> Any:
+    return lambda value: encode(value, dtype)
+
+
+def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.stride() == right.stride()
+
+
