@@ -6,6 +6,9 @@
 `GraphGroup` is where to begin.
 """
 
+import importlib as _importlib
+from typing import Any as _Any
+
 from graphkit.breaks import Break, Patch, break_at, eager_break
 from graphkit.buckets import Bucket, Buckets
 from graphkit.buffers import Buffer, Buffers, BufferSpec
@@ -54,6 +57,14 @@ from graphkit.stage import Stage
 from graphkit.step import Phase, Step, current_run
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _Any:
+    # Tracing is a large part of torch: `graphkit.fx` is imported when it is first named.
+    if name == "fx":
+        return _importlib.import_module("graphkit.fx")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "EAGER",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,9 +20,10 @@ import torch
 from graphkit.buffers import Buffer
 from graphkit.dims import Affine, Dim
 from graphkit.errors import SpecError
-from graphkit.step import live_step, running
+from graphkit.step import Step, body_sizes, live_step, reset_current, running, set_current
 
-Rows = Literal["real", "bucket"] | Mapping[str, Dim | Affine]
+Axes = Dim | Affine | Mapping[int, Dim | Affine]
+Rows = Literal["real", "bucket"] | Mapping[str, Axes]
 """Which rows of its tensors a break sees; see `eager_break`."""
 
 
@@ -55,7 +57,14 @@ class Break:
         out: the buffer that it fills, or None.
     """
 
-    def __init__(self, fn: Callable[..., Any], rows: Rows, out: Buffer | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        rows: Rows = "bucket",
+        out: Buffer | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
         if not callable(fn):
             raise SpecError(f"eager_break needs a function, got {fn!r}")
         if not isinstance(rows, Mapping) and rows not in ("real", "bucket"):
@@ -64,20 +73,21 @@ class Break:
             )
         if out is not None and not isinstance(out, Buffer):
             raise SpecError(f"out must be a declared buffer, got {out!r}")
+        # What the function itself carries in its attributes must not replace the break's.
+        functools.update_wrapper(self, fn, updated=())
         self.fn = fn
-        self.name = str(getattr(fn, "__qualname__", None) or type(fn).__name__)
+        self.name = name or str(getattr(fn, "__qualname__", None) or type(fn).__name__)
         self.rows: Rows = rows
         self.out = out
-        self.parameters = _parameters(fn)
+        self.parameters, takes_any = _parameters(fn)
+        self.axes: dict[str, dict[int, Dim | Affine]] = {}
         if isinstance(rows, Mapping):
-            for parameter, expression in rows.items():
-                if self.parameters and parameter not in self.parameters:
+            for parameter, axes in rows.items():
+                if self.parameters and parameter not in self.parameters and not takes_any:
                     raise SpecError(
                         f"rows names {parameter!r}, and {self.name} takes {', '.join(self.parameters)}"
                     )
-                if not isinstance(expression, (Dim, Affine)):
-                    raise SpecError(f"rows[{parameter!r}] must be a Dim, got {expression!r}")
-        functools.update_wrapper(self, fn)
+                self.axes[parameter] = _axes(parameter, axes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, between two segments where a PIECEWISE capture is under way."""
@@ -86,12 +96,12 @@ class Break:
             return recorder.on_break(self, args, kwargs)
         step = live_step()
         if step is None:
-            return self.call(args, kwargs, None)
+            return self.call(args, kwargs, body_sizes())
         with running(step):
-            return self.call(args, kwargs, None if self.out is None else step.dispatch.sizes)
+            return self.call(args, kwargs, out_sizes(self, step))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Mapping[str, int] | None
@@ -109,12 +119,54 @@ class Break:
             return view
 
 
-def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+def out_sizes(break_: Break, step: Step) -> Mapping[str, int]:
+    """The sizes at which a break gets the view of its `out` in this step."""
+    bucket = step.dispatch.bucket
+    return step.dispatch.sizes if bucket is None or break_.rows != "bucket" else bucket.sizes
+
+
+class Replaying:
+    """While the pieces of a PIECEWISE graph run for `step`: it is live, and breaks inside breaks are plain.
+
+    A class, since a generator costs a replay's time.
+    """
+
+    __slots__ = ("_recorder", "_running", "_step")
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._recorder = _recorder.set(None)
+        self._running = set_current(self._step)
+
+    def __exit__(self, *exception: object) -> None:
+        reset_current(self._running)
+        _recorder.reset(self._recorder)
+
+
+def _axes(parameter: str, axes: Any) -> dict[int, Dim | Affine]:
+    found = dict(axes) if isinstance(axes, Mapping) else {0: axes}
+    for axis, extent in found.items():
+        if not isinstance(axis, int) or axis < 0 or not isinstance(extent, (Dim, Affine)):
+            raise SpecError(
+                f"rows[{parameter!r}] must be a Dim, or a mapping of axes to Dims, got {axes!r}"
+            )
+    return found
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """The names of the parameters, none if they can't be told, and whether there is a ``**kwargs``."""
+    schema = getattr(fn, "_schema", None)
+    if isinstance(schema, torch._C.FunctionSchema):
+        return tuple(argument.name for argument in schema.arguments), False
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
-        return tuple(inspect.signature(target).parameters)
+        parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
-        return ()
+        return (), True
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), takes_any
 
 
 @overload
@@ -142,10 +194,11 @@ def eager_break(
 
     Args:
         fn: the function.
-        rows: "bucket" gives it the tensors as they are; "real" cuts them to the batch: buffers of the runner in every axis, others
-            in the first one, if that grows with a dim from bucket to bucket; a mapping says which dim the first
-            axis of which parameter is.
+        rows: "bucket" gives it the tensors as they are; "real" cuts them to the batch, in every axis that grows with a dim from
+            bucket to bucket. Where that can't be told (there is one bucket, say), a mapping says which dim the first axis of
+            which parameter is, ``{"q": tokens}``, or which axes, ``{"q": {2: tokens}}``; what it doesn't name is not cut.
         out: a buffer that the function fills itself, given to it by the keyword ``out``; the call's value is the buffer's view.
+            Outside any runner the function is called without it.
 
     Raises:
         SpecError: an argument is wrong.
@@ -161,18 +214,30 @@ class Patch:
     def __init__(self, owner: Any, name: str, broken: Break) -> None:
         self._owner = owner
         self._name = name
-        self._own = vars(owner).get(name) if hasattr(owner, "__dict__") else None
-        setattr(owner, name, broken)
+        self._broken: Any = broken
+        own = vars(owner) if hasattr(owner, "__dict__") else {}
+        self._had = name in own
+        self._own = own.get(name)
+        if isinstance(self._own, (staticmethod, classmethod)):
+            # What was looked up is bound already; a plain attribute would be bound once more.
+            self._broken = staticmethod(broken)
+        try:
+            setattr(owner, name, self._broken)
+        except (AttributeError, TypeError) as error:
+            raise SpecError(
+                f"{_shown(owner)} doesn't let its {name!r} be replaced ({error}); name a place where the function is looked up that "
+                f"does: break_at(namespace, {name!r})"
+            ) from None
 
     def remove(self) -> None:
         """Take the break out; doing so twice is harmless."""
         if self._owner is None:
             return
-        if self._own is None:
-            delattr(self._owner, self._name)
+        owner, self._owner = self._owner, None
+        if self._had:
+            setattr(owner, self._name, self._own)
         else:
-            setattr(self._owner, self._name, self._own)
-        self._owner = None
+            delattr(owner, self._name)
 
     def __enter__(self) -> Patch:
         return self
@@ -190,18 +255,25 @@ def break_at(
     function wherever it is looked up in the module that defines it; ``break_at(namespace, "attend")`` at whatever
     `namespace.attend` is.
 
+    Graphs that are captured keep their breaks when the patch is removed.
+
     Returns:
         A `Patch`: a context manager, or `remove` it when done.
 
     Raises:
-        SpecError: the target can't be patched.
+        SpecError: the target can't be patched, or is a break already.
     """
     if name is not None:
-        if not callable(getattr(target, name, None)):
-            raise SpecError(f"{target!r} has no callable named {name!r}")
-        return Patch(target, name, Break(getattr(target, name), rows, out))
+        found = getattr(target, name, None)
+        if not callable(found):
+            raise SpecError(f"{_shown(target)} has no callable named {name!r}")
+        if not isinstance(found, torch.nn.Module):
+            return _patch(target, name, found, rows, out)
+        target = found
     if isinstance(target, torch.nn.Module):
-        return Patch(target, "forward", Break(target.forward, rows, out))
+        return _patch(target, "forward", target.forward, rows, out)
+    if isinstance(target, Break):
+        raise SpecError(f"{target.name} is a break already")
     owner = sys.modules.get(getattr(target, "__module__", None) or "")
     qualified = str(getattr(target, "__qualname__", ""))
     for part in qualified.split(".")[:-1]:
@@ -211,4 +283,15 @@ def break_at(
         raise SpecError(
             f"can't tell where {target!r} is looked up; name the place: break_at(namespace, 'function')"
         )
-    return Patch(owner, last, Break(target, rows, out))
+    return _patch(owner, last, target, rows, out)
+
+
+def _patch(owner: Any, name: str, found: Any, rows: Rows, out: Buffer | None) -> Patch:
+    if isinstance(found, Break) or isinstance(getattr(found, "__func__", None), Break):
+        raise SpecError(f"{name!r} of {_shown(owner)} is a break already; remove that one first")
+    return Patch(owner, name, Break(found, rows, out))
+
+
+def _shown(owner: Any) -> str:
+    """A namespace in one line."""
+    return type(owner).__name__ if isinstance(owner, torch.nn.Module) else repr(owner)

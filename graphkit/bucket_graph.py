@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,8 @@ from graphkit.errors import CaptureError
 from graphkit.inference import Sample
 from graphkit.layout import Layout, Plan
 from graphkit.outputs import Tree
-from graphkit.piecewise import Call, CaptureRecorder, PiecewiseGraph, WarmupRecorder
+from graphkit.piecewise import PiecewiseGraph
+from graphkit.recorders import Call, CaptureRecorder, WarmupRecorder
 from graphkit.step import Phase, Step, in_body, running
 from graphkit.watch import Fingerprint, WriteWatch, fingerprints
 
@@ -33,6 +35,9 @@ class BucketGraph:
         state: the dict that `prepare` finds as ``step.state``; it is new with each capture.
         samples: output path -> what was seen in warm-up.
         replays: how often the graph has run.
+        set_source: one function for each ring slot that makes the graph's own copy of the inputs read
+        it; None where the
+            copy is queued before the launch.
     """
 
     def __init__(self, runner: GraphRunner, mode: Mode, bucket: Bucket) -> None:
@@ -51,6 +56,8 @@ class BucketGraph:
         self.reads: dict[str, Fingerprint] = {}
         self._ambient: Ambient | None = None
         self.failure: str | None = None
+        self.set_source: Sequence[Callable[[], None]] | None = None
+        self._source = torch.empty(0, device="cpu")
         self._graphs: list[Graph] = []
         self.launch: Callable[[], None] = self._not_captured
         self.unpack: Callable[[], None] = self._not_captured
@@ -77,6 +84,12 @@ class BucketGraph:
             return None
         return self._ambient.difference(Ambient.now(self.runner.backend.device, self.runner.fn))
 
+    @property
+    def has_breaks(self) -> bool:
+        """Whether a replay runs eager breaks."""
+        graph = self._graphs[-1] if self._graphs else None
+        return isinstance(graph, PiecewiseGraph) and bool(graph.breaks)
+
     def pieces(self, sizes: Mapping[str, int]) -> tuple[Callable[[], None], ...]:
         """What a replay of a PIECEWISE graph calls, one after another, for a batch of these sizes."""
         graph = self._graphs[-1]
@@ -98,6 +111,7 @@ class BucketGraph:
         self.pool_outputs = {}
         self.replays = 0
         self.launch = self.unpack = self._not_captured
+        self.set_source = None
 
     def _not_captured(self) -> None:
         raise CaptureError(f"{self.where} is not captured")
@@ -109,14 +123,16 @@ class BucketGraph:
         runner = self.runner
         step, values = self._load(Phase.WARMUP, variation=0)
         breaks = WarmupRecorder(step) if self.mode is PIECEWISE else None
+        call = functools.partial(self._call, values)
+        as_capturing = runner.options.warmup_as_capturing
         with runner.preserved(), recording(breaks):
             if runner.watches_writes:
                 with WriteWatch(runner.declared_memory(self.layout)) as watch:
-                    result = session.warmup(lambda: self._call(values))
+                    result = session.warmup(call, as_capturing=as_capturing)
                 for write in watch.found.values():
                     runner.note_undeclared(write)
             else:
-                result = session.warmup(lambda: self._call(values))
+                result = session.warmup(call, as_capturing=as_capturing)
         self.break_calls = breaks.calls if breaks is not None else []
         tree = Tree(result, self.where)
         runner.results.check(tree, self.bucket.sizes, self.where)
@@ -160,6 +176,11 @@ class BucketGraph:
             self.launch = self._graphs[-1].replay
         if runner.has_prepare:
             self.unpack = self._graphs[0].replay
+        if runner.moves_in_graph:
+            sources = [tensor[: self.layout.moved.nbytes] for tensor in runner.staging.ring.tensors]
+            self.set_source = runner.backend.sources(
+                self._first_segment(), self.layout.moved, sources
+            )
         if self.num_nodes == 0:
             runner.warn(
                 f"{self.where}: the graph is empty: nothing was launched while it was captured"
@@ -168,15 +189,14 @@ class BucketGraph:
     def _record(
         self, session: CaptureSession, step: Step, values: dict[str, Any]
     ) -> tuple[list[Graph], Tree, dict[str, torch.Tensor]]:
-        staging = self.runner.staging
         graphs: list[Graph] = []
         if self.runner.has_prepare:
             # prepare runs between the two, on what the first has unpacked.
-            graphs.append(session.capture(lambda: staging.unpack(self.layout)).graph)
+            graphs.append(session.capture(self._begin).graph)
 
         def body() -> tuple[Tree, dict[str, torch.Tensor]]:
             if not self.runner.has_prepare:
-                staging.unpack(self.layout)
+                self._begin()
             tree = Tree(self._call(values), self.where)
             return tree, self.runner.results.write(tree, self.bucket.sizes, self.where)
 
@@ -188,6 +208,17 @@ class BucketGraph:
         tree.leaves = [None] * len(tree.leaves)
         return graphs, tree, kept
 
+    def _begin(self) -> None:
+        """The graph's first nodes: what the step has staged reaches the buffers."""
+        staging = self.runner.staging
+        if self.runner.moves_in_graph:
+            self.layout.moved.copy_(self._source, non_blocking=True)
+        staging.unpack(self.layout)
+
+    def _first_segment(self) -> Graph:
+        first = self._graphs[0]
+        return first.segments[0] if isinstance(first, PiecewiseGraph) else first
+
     def _capture_recorder(self, session: CaptureSession, step: Step) -> CaptureRecorder:
         runner = self.runner
         return CaptureRecorder(
@@ -198,6 +229,7 @@ class BucketGraph:
             self.break_calls,
             runner.row_inference(self.where),
             {buffer.tensor.data_ptr(): buffer for buffer in runner.binding.buffers.values()},
+            runner.declared_memory(self.layout),
         )
 
     # -- both -------------------------------------------------------------------------------------
@@ -207,6 +239,7 @@ class BucketGraph:
         runner = self.runner
         if self._plan is None:
             self._plan = runner.staging.plan(self.layout, self.bucket.sizes)
+            runner.staging.prepare_unpack(self.layout)
         fed, resident = runner.example_batch(self.bucket, variation)
         staged = runner.staging.write(self._plan, fed)
         step = Step(self.dispatch, phase, self.layout.views, staged.hosted, None, self.state)
@@ -214,6 +247,7 @@ class BucketGraph:
             with running(step):
                 runner.options.prepare_host(step)
         runner.staging.move(self._plan, staged)
+        self._source = staged.moved
         for name, value in resident.items():
             view = self.layout.views[name]
             view.copy_(torch.as_tensor(value, device="cpu").to(view.dtype))
@@ -232,5 +266,5 @@ class BucketGraph:
     def _call(self, values: dict[str, Any]) -> Any:
         runner = self.runner
         # The breaks of a PIECEWISE graph get the step from their recorder; a FULL graph has none.
-        with in_body(None):
+        with in_body(None, self.bucket.sizes):
             return runner.binding.call(runner.fn, dict(values))

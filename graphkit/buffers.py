@@ -90,6 +90,10 @@ def _layout(value: Any) -> Any:
     return value
 
 
+def _buffer_shape(value: Any) -> tuple[Extent, ...]:
+    return as_shape(value, "a buffer")
+
+
 @attrs.frozen
 class BufferSpec:
     """What a static buffer is.
@@ -111,7 +115,7 @@ class BufferSpec:
         SpecError: any of these is wrong.
     """
 
-    shape: tuple[Extent, ...] = attrs.field(converter=lambda shape: as_shape(shape, "a buffer"))
+    shape: tuple[Extent, ...] = attrs.field(converter=_buffer_shape)
     dtype: torch.dtype = attrs.field(converter=_dtype)
     pad: Any = attrs.field(default=None, kw_only=True)
     valid: tuple[int, int] | None = attrs.field(default=None, kw_only=True)
@@ -119,8 +123,8 @@ class BufferSpec:
     adopt: torch.Tensor | None = attrs.field(default=None, kw_only=True, eq=id, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "pad", self._checked_pads())
         self._check_valid()
+        object.__setattr__(self, "pad", self._checked_pads())
         self._check_adopted()
 
     @property

@@ -21,7 +21,7 @@ from graphkit.breaks import recording
 from graphkit.errors import CaptureError, MemoryBudgetError, StateError, user_frame
 
 if TYPE_CHECKING:
-    from graphkit.piecewise import CaptureRecorder
+    from graphkit.recorders import CaptureRecorder
 
 logger = logging.getLogger("graphkit")
 
@@ -75,11 +75,12 @@ class CaptureSession:
     ) -> None:
         self.backend = backend_for(device)
         self.stream = self.backend.new_stream() if stream is None else stream
-        self.pool = self.backend.new_pool() if pool is None else pool
+        self.pool = self.backend.pool_of(pool)
         self._capture_context = capture_context
         self._error_mode = error_mode
         self._generators = tuple(generators)
         self._stack: contextlib.ExitStack | None = None
+        self._has_captured = False
 
     def __enter__(self) -> CaptureSession:
         if self._stack is not None:
@@ -94,9 +95,11 @@ class CaptureSession:
             state = self.backend.rng_state(self._generators)
             stack.callback(self.backend.restore_rng_state, state)
             stack.enter_context(self.backend.on_stream(self.stream))
+            stack.callback(self.backend.drop_workspaces)
             if self._capture_context is not None:
                 stack.enter_context(self._capture_context())
             self._stack = stack.pop_all()
+            self._has_captured = False
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -104,9 +107,17 @@ class CaptureSession:
         if stack is not None:
             stack.__exit__(*exception)
 
-    def warmup(self, fn: Callable[[], T]) -> T:
-        """Run `fn` eagerly on the capture stream, so that what is done once is done before a capture."""
+    def warmup(self, fn: Callable[[], T], *, as_capturing: bool = False) -> T:
+        """Run `fn` eagerly on the capture stream, so that what is done once is done before a capture.
+
+        Args:
+            fn: called without arguments.
+            as_capturing: answer True to code that asks whether the stream is capturing.
+        """
         self._check_entered()
+        if as_capturing:
+            with self.backend.as_capturing():
+                return fn()
         return fn()
 
     def flush(self) -> None:
@@ -126,6 +137,10 @@ class CaptureSession:
             Exception: whatever else `fn` raises, as it is.
         """
         self._check_entered()
+        if not self._has_captured:
+            # So that the captures make their own, in the pool, which lives as long as their graphs.
+            self.backend.drop_workspaces()
+            self._has_captured = True
         capture = self.backend.begin_capture(
             pool=self.pool, generators=self._generators, error_mode=self._error_mode
         )
@@ -134,6 +149,8 @@ class CaptureSession:
                 breaks.begin(capture)
             with recording(breaks):
                 result = fn()
+            if breaks is not None:
+                breaks.check_complete()
             graph: Graph = capture.end()
             if breaks is not None:
                 graph = breaks.finish(graph)
@@ -173,7 +190,10 @@ _REFUSALS: tuple[tuple[str, str], ...] = (
     ),
     (
         "stream is capturing",
-        "the operation waits for the device, which a capture can't; compute it on the device, do it in prepare, or put it in an eager break",
+        (
+            "the operation waits for the device, which a capture can't; compute it on the device, "
+            "do it in prepare, or put it in an eager break"
+        ),
     ),
     (
         "during capture",
@@ -248,7 +268,9 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
-        elif self._done == self._total or self._done % max(self._total // 4, 1) == 0:
+        elif self._total and (
+            self._done == self._total or self._done % max(self._total // 4, 1) == 0
+        ):
             logger.info("%s: %d of %d (%s)", self._what, self._done, self._total, note)
 
     def close(self) -> None:

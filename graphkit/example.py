@@ -21,9 +21,9 @@ def default_example(
 ) -> dict[str, Any]:
     """A consistent batch that fills a bucket: every element a value that padding may hold.
 
-    Row boundaries (integers of shape ``(reqs + 1,)``) spread the tokens evenly over the requests. Everything else holds the
-    buffer's pad, which is safe to use as an index; a second variation moves the floats, so that two
-    captures differ in their contents.
+    Row boundaries (integers of shape ``(reqs + 1,)``) spread the tokens evenly over the requests.
+    Everything else holds the buffer's pad, which is safe to use as an index; a second variation moves
+    the floats, so that two captures differ in their contents.
 
     Args:
         buffers: parameter -> buffer.

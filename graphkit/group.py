@@ -89,7 +89,7 @@ class GraphGroup:
         self._error_mode: ErrorMode = capture_error_mode
         self._runners: dict[str, GraphRunner] = {}
         self._owners: dict[str, str] = {}
-        self._last_stream: int | None = None
+        self.last_stream: int | None = None
         self._private: list[Buffers] = []
         self._messages: list[str] = []
 
@@ -106,9 +106,11 @@ class GraphGroup:
                 default keep it.
             policy: the routes.
             inputs: parameter -> `Fed(buffer)`, `Resident(buffer)` or `Count(dim)`, where names or roles differ.
-            prepare: called with the `Step` after the inputs have moved, before each warm-up, capture, replay and eager run; what it returns is
+            prepare: called with the `Step` after the inputs have moved, before each warm-up, capture,
+            replay and eager run; what it returns is
                 passed by name and baked.
-            prepare_host: called with the `Step` after host inputs are padded and before they move; may write ``step.host``.
+            prepare_host: called with the `Step` after host inputs are padded and before they move; may
+            write ``step.host``.
             outputs: path -> `Output` or a buffer; what isn't declared is inferred.
             reads: memory that the graphs read and the group doesn't own: modules, tensors, callables that give tensors.
             mutates: state that the function changes: tensors and `Scratch`; restored after warm-up and capture.
@@ -141,7 +143,8 @@ class GraphGroup:
             specs: a `BufferSpec` for each parameter, and any option of `runner`.
 
         Returns:
-            A callable that takes the inputs by keyword (or in the order of the specs), reads the batch's sizes off their
+            A callable that takes the inputs by keyword (or in the order of the specs), reads the
+            batch's sizes off their
             shapes, and returns independent tensors.
         """
         buffers = Buffers(self.device)
@@ -151,7 +154,7 @@ class GraphGroup:
         if policy is None:
             dims = {d.name: d for spec in declared.values() for d in dims_of(spec.shape)}
             policy = _default_policy(tuple(dims.values()))
-        base = name or getattr(fn, "__name__", type(fn).__name__)
+        base = name or str(getattr(fn, "__name__", type(fn).__name__))
         unique, number = base, 2
         while unique in self._runners:
             unique, number = f"{base}_{number}", number + 1
@@ -187,7 +190,8 @@ class GraphGroup:
             owner = self._owners.get(buffer.name, name) if buffers is self.buffers else name
             if owner != name:
                 raise SpecError(
-                    f"buffer {buffer.name!r} is packed, so that its elements move with the bucket, and runner {owner!r} uses it; "
+                    f"buffer {buffer.name!r} is packed, so that its elements move with the bucket, and "
+                    f"runner {owner!r} uses it; "
                     f"a packed buffer is for one runner: give {name!r} its own, or make it strided"
                 )
         if buffers is self.buffers:
@@ -253,8 +257,7 @@ class GraphGroup:
         generators = list(dict.fromkeys(g for r in self.runners for g in r.options.generators))
         if self._stream is None:
             self._stream = self.backend.new_stream()
-        if self._pool is None:
-            self._pool = self.backend.new_pool()
+        self._pool = self.backend.pool_of(self._pool)
         session = CaptureSession(
             self.backend,
             stream=self._stream,
@@ -264,6 +267,9 @@ class GraphGroup:
             generators=generators,
         )
         failures: list[Exception] = []
+        for runner in dict.fromkeys(entry.runner for entry in missing):
+            # Examples are written to its buffers, and its outputs.
+            runner.end_leases(replay=True)
         with session:
             warmed = [
                 entry
@@ -280,7 +286,7 @@ class GraphGroup:
             for entry in warmed:
                 if self._attempt(entry, lambda e: e.capture(session), bar, failures):
                     entry.runner.mark_captured(entry)
-        self._last_stream = None
+        self.last_stream = None
         if any(runner.dispatcher.captured for runner in self.runners):
             self._set_state(State.CAPTURED)
         if failures:
@@ -322,7 +328,8 @@ class GraphGroup:
         with self._exclusive("invalidate"):
             for runner in self.runners:
                 runner.drop_graphs()
-            if self.state is not State.NEW:
+            # A suspended group has no memory either, so that it stays what it is.
+            if self.state is State.CAPTURED:
                 self._set_state(State.STALE)
 
     def release(self) -> None:
@@ -355,7 +362,7 @@ class GraphGroup:
         for buffers in (self.buffers, *self._private):
             buffers.forget()
         self._pool = None
-        self._last_stream = None
+        self.last_stream = None
         self.backend.empty_cache()
 
     def check_addresses(self) -> None:
@@ -388,12 +395,10 @@ class GraphGroup:
     # -- running ----------------------------------------------------------------------------------
 
     def order_on_stream(self) -> None:
-        """Order the current stream after the group's last launch, if that was on another one."""
-        key = self.backend.stream_key()
-        if key != self._last_stream:
-            if self._last_stream is not None:
-                self.backend.wait_for(self._last_stream)
-            self._last_stream = key
+        """The current stream is another than that of the group's last launch: order it after that."""
+        if self.last_stream is not None:
+            self.backend.wait_for(self.last_stream)
+        self.last_stream = self.backend.stream_key()
 
     def report(self) -> Report:
         """What is captured, what ran, and what fell back."""
@@ -473,7 +478,8 @@ class Wrapped:
                 dim, count = _solve(extent, size, name)
                 if sizes.setdefault(dim.name, count) != count:
                     raise InputError(
-                        f"{self.runner.name!r}: the inputs disagree on dim {dim.name!r}: {sizes[dim.name]}, and {count} by {name!r}"
+                        f"{self.runner.name!r}: the inputs disagree on dim {dim.name!r}: {sizes[dim.name]}, "
+                        f"and {count} by {name!r}"
                     )
         return self.runner.dispatch(**sizes)
 
@@ -519,11 +525,17 @@ def _capture_order(entry: BucketGraph) -> tuple[int, int]:
 def _runner_report(runner: GraphRunner) -> RunnerReport:
     return RunnerReport(
         name=runner.name,
-        graphs=tuple(
-            GraphRow(e.mode, str(e.bucket), e.is_captured, e.replays, e.num_nodes, e.failure)
-            for e in runner.entries
-        ),
+        graphs=tuple(_graph_row(runner, mode, bucket) for mode, bucket in runner.dispatcher.graphs),
         counts=runner.dispatcher.counts,
         eager_runs=runner.eager_runs,
         output_bytes=runner.results.nbytes,
+    )
+
+
+def _graph_row(runner: GraphRunner, mode: Mode, bucket: Bucket) -> GraphRow:
+    entry = runner.entry(mode, bucket)
+    if entry is None:
+        return GraphRow(mode, str(bucket), captured=False, replays=0, nodes=0, failure=None)
+    return GraphRow(
+        mode, str(bucket), entry.is_captured, entry.replays, entry.num_nodes, entry.failure
     )

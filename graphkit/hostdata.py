@@ -35,7 +35,8 @@ _RAW_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The NumPy dtype of a torch dtype; unsigned ints of the same width where NumPy has none."""
-    return np.dtype(_NUMPY.get(dtype) or _RAW[dtype.itemsize])
+    found: np.dtype[Any] = np.dtype(_NUMPY.get(dtype) or _RAW[dtype.itemsize])
+    return found
 
 
 def has_numpy(dtype: torch.dtype) -> bool:
@@ -59,6 +60,14 @@ def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         tensor = tensor.contiguous().view(_RAW_TORCH[tensor.dtype.itemsize])
         return tensor.numpy().view(_RAW[tensor.dtype.itemsize])
     return tensor.numpy()
+
+
+def shown_by_numpy(tensor: torch.Tensor) -> Any:
+    """A tensor as the array that shares its memory, if NumPy can show it as it is; otherwise the tensor."""
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError):
+        return tensor
 
 
 def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, Any]:
@@ -85,26 +94,30 @@ def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, A
     if not dtype.is_floating_point and not dtype.is_complex:
         if kind not in "iu":
             raise InputError(f"{where}: got {_short(value)}, expected integers for {dtype}")
-        info = torch.iinfo(dtype)
-        if array.size and (int(array.min()) < info.min or int(array.max()) > info.max):
+        held = numpy_dtype(dtype)
+        if array.dtype == held:
+            return array
+        narrow = array.astype(held)
+        # A value out of range comes back as another one, perhaps of another sign.
+        if not ((narrow == array) & ((narrow < 0) == (array < 0))).all():
             raise InputError(f"{where}: got {_short(value)}, out of the range of {dtype}")
-        return array.astype(numpy_dtype(dtype))
+        return narrow
     if kind == "c" and not dtype.is_complex:
         raise InputError(f"{where}: got {_short(value)}, expected real numbers for {dtype}")
-    if isinstance(value, np.generic) and array.dtype != _NUMPY.get(dtype):
-        held, wide = _as_float(array, dtype), _wide(dtype.is_complex)
-        back = held.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
+    if isinstance(value, np.generic) and not (dtype in _NUMPY and array.dtype == _NUMPY[dtype]):
+        exact, wide = _as_float(array, dtype), _wide(dtype.is_complex)
+        back = exact.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
         if not np.array_equal(back, array.astype(wide), equal_nan=True):
             raise InputError(f"{where}: got {value!r}, which {dtype} doesn't hold exactly")
     if kind in "iu":
-        held = _as_float(array, dtype)
-        back = held.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
+        exact = _as_float(array, dtype)
+        back = exact.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
         if not (
             np.array_equal(back.real, array)
             and np.array_equal(back.real.astype(object), array.astype(object))
         ):
             raise InputError(f"{where}: got {_short(value)}, which {dtype} doesn't hold exactly")
-        return tensor_to_numpy(held)
+        return tensor_to_numpy(exact)
     return tensor_to_numpy(_as_float(array, dtype))
 
 

@@ -43,9 +43,10 @@ class Layout:
         views: parameter -> device view at these sizes, for all parameters that live in buffers.
         regions: parameter -> where it lies in the span.
         moved: the part of the span that a step moves.
+        table: what the unpacking kernel is told of it, once a graph is to be captured.
     """
 
-    __slots__ = ("moved", "regions", "sizes", "views")
+    __slots__ = ("moved", "regions", "sizes", "table", "views")
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Layout:
         self.views = views
         self.regions = regions
         self.moved = moved
+        self.table: Any = None
 
 
 class Slot:
@@ -65,14 +67,25 @@ class Slot:
 
     Attributes:
         targets: (parameter, array of the batch's rows, its dtype, its shape), in order.
-        host: parameter -> array of the bucket's rows.
+        hosted: parameter -> array of the bucket's rows.
         constant: assignments that pad with values; done again only if another plan has used the slot.
         copied: assignments that pad with what the batch holds, each with what is added afterwards.
         header: the real sizes, then a flag for each packed parameter.
         moved: the part of the slot that a step moves.
+
+    A slot is also what is staged where the host feeds everything; see `Staged`.
     """
 
-    __slots__ = ("constant", "copied", "header", "host", "index", "moved", "targets")
+    __slots__ = (
+        "constant",
+        "copied",
+        "from_device",
+        "header",
+        "hosted",
+        "index",
+        "moved",
+        "targets",
+    )
 
     def __init__(
         self,
@@ -85,13 +98,36 @@ class Slot:
     ) -> None:
         self.index = index
         self.targets = tuple(targets)
-        self.host = host
+        self.hosted = host
+        self.from_device: Sequence[tuple[str, torch.Tensor | None]] = ()
         constant = [(f.target, f.source) for f in fills if f.is_constant]
         copied = [(f.target, f.source, f.step) for f in fills if not f.is_constant]
         self.constant = tuple(constant)
         self.copied = tuple(copied)
         self.header = header
         self.moved = moved
+
+
+class Staged:
+    """What `Staging.write` has checked and written, where some inputs come from the device.
+
+    Attributes:
+        hosted: parameter -> array of the bucket's rows, of what the host fed.
+        from_device: parameter and tensor, of the others; None for what was written in place.
+    """
+
+    __slots__ = ("from_device", "hosted", "index", "moved")
+
+    def __init__(
+        self,
+        slot: Slot,
+        hosted: dict[str, np.ndarray[Any, Any]],
+        from_device: Sequence[tuple[str, torch.Tensor | None]],
+    ) -> None:
+        self.index = slot.index
+        self.moved = slot.moved
+        self.hosted = hosted
+        self.from_device = from_device
 
 
 class Plan:

@@ -27,6 +27,24 @@ def _support(instance: object, attribute: Any, value: Any) -> None:
         raise SpecError(f"supports must be a Support, as gk.Support.UNIFORM, got {value!r}")
 
 
+def _bool(instance: object, attribute: Any, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise SpecError(f"{attribute.name} must be True or False, got {value!r}")
+
+
+def _as_generators(value: Any) -> tuple[torch.Generator, ...]:
+    if isinstance(value, torch.Generator):
+        raise SpecError("generators= takes a list: generators=[generator]")
+    for item in value:
+        if not isinstance(item, torch.Generator):
+            raise SpecError(f"generators= takes torch.Generators, got {item!r}")
+    return tuple(value)
+
+
+def _as_depth(value: Any) -> int:
+    return as_size(value, "ring_depth", minimum=1, error=SpecError)
+
+
 @attrs.frozen(kw_only=True)
 class RunnerOptions:
     """The options of a runner, beside its function and policy; see `GraphGroup.runner`."""
@@ -45,9 +63,7 @@ class RunnerOptions:
         default=None, validator=_callable_or_none
     )
     supports: Support = attrs.field(default=Support.ALWAYS, validator=_support)
-    strict: bool = False
-    generators: Sequence[torch.Generator] = attrs.field(default=(), converter=tuple)
-    warmup_as_capturing: bool = False
-    ring_depth: int = attrs.field(
-        default=8, converter=lambda depth: as_size(depth, "ring_depth", minimum=1, error=SpecError)
-    )
+    strict: bool = attrs.field(default=False, validator=_bool)
+    generators: Sequence[torch.Generator] = attrs.field(default=(), converter=_as_generators)
+    warmup_as_capturing: bool = attrs.field(default=False, validator=_bool)
+    ring_depth: int = attrs.field(default=8, converter=_as_depth)

@@ -24,7 +24,7 @@ from graphkit.buffers import (
     shape_text,
 )
 from graphkit.dims import Dim
-from graphkit.errors import CaptureError, SpecError
+from graphkit.errors import CaptureError, SpecError, StateError
 from graphkit.inference import sizes_text
 
 Destination = Literal["static", "pool", "host"]
@@ -42,6 +42,10 @@ def _dtype(value: Any) -> torch.dtype:
     return value
 
 
+def _output_shape(value: Any) -> tuple[Extent, ...]:
+    return as_shape(value, "an output")
+
+
 @attrs.frozen
 class Output:
     """What one output is.
@@ -50,11 +54,12 @@ class Output:
         shape: ints, dims and expressions of them. The valid region is this shape at the real batch.
         dtype: a `torch.dtype`.
         to: "static" copies it into a buffer of its own outside the pool; "pool" leaves it in the graphs' pool,
-            which saves the copy of a huge output and ends its lease at the group's next run; "host" copies it into pinned memory,
+            which saves the copy of a huge output and ends its lease at the group's next run; "host"
+            copies it into pinned memory,
             inside the graph; a `Buffer` binds it to that buffer.
     """
 
-    shape: tuple[Extent, ...] = attrs.field(converter=lambda shape: as_shape(shape, "an output"))
+    shape: tuple[Extent, ...] = attrs.field(converter=_output_shape)
     dtype: torch.dtype = attrs.field(converter=_dtype)
     to: Destination | Buffer = attrs.field(default="static", converter=_to, kw_only=True)
 
@@ -170,10 +175,12 @@ class StaticOutput:
             return self.buffer.view(sizes)
         shape = shape_at(self.spec.shape, sizes)
         view = self._views.get(shape)
-        if view is None:
+        if view is None and self.tensor is not None:
             if len(self._views) >= 4096:
                 self._views.clear()
             view = self._views[shape] = prefix(self.tensor, shape)
+        if view is None:
+            raise StateError("an output that stays in the pool has no static view")
         return view
 
     def write(self, value: torch.Tensor, sizes: Mapping[str, int]) -> None:

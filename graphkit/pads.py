@@ -123,9 +123,10 @@ class Fill:
 
     def run(self) -> None:
         """Do it."""
-        self.target[...] = self.source
+        target = self.target
+        target[...] = self.source
         if self.step is not None:
-            self.target += self.step
+            target += self.step
 
 
 def host_fills(
@@ -178,7 +179,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if dtype is None else tensor.view(dtype)
 
 
-def _valueas_bits(value: Any, dtype: torch.dtype) -> Any:
+def _value_as_bits(value: Any, dtype: torch.dtype) -> Any:
     bits = _bits_dtype(dtype)
     if bits is None:
         return value
@@ -189,7 +190,8 @@ def _valueas_bits(value: Any, dtype: torch.dtype) -> Any:
 def _steps(counted: torch.Tensor, step: Any, dtype: torch.dtype) -> torch.Tensor:
     # A float's product must not be rounded to the default dtype on its way.
     wide = counted.to(torch.float64) if isinstance(step, float) else counted
-    return (wide * step).to(dtype)
+    made: torch.Tensor = (wide * step).to(dtype)
+    return made
 
 
 def steps_of(region: torch.Tensor, pads: Sequence[Pad | None]) -> dict[int, torch.Tensor]:
@@ -226,7 +228,7 @@ def tensor_fills(
         base = region[tuple(slice(0, real[i]) for i in range(axis))]
         target = base[_at(region.ndim, axis, slice(size, None))]
         if pad.kind == "value":
-            fills.append(Fill(target, _valueas_bits(pad.value, dtype)))
+            fills.append(Fill(target, _value_as_bits(pad.value, dtype)))
             continue
         step = None
         if pad.kind == "continue":

@@ -62,8 +62,10 @@ class Report:
         outputs = sum(runner.output_bytes for runner in self.runners)
         lines = [
             f"graph group on {self.device}: {self.state}, captured in {self.capture_seconds:.2f} s",
-            f"buffers {_bytes(self.buffer_bytes)}, outputs {_bytes(outputs)}, "
-             f"pinned {_bytes(self.host_bytes)}",
+            (
+                f"buffers {_bytes(self.buffer_bytes)}, outputs {_bytes(outputs)}, "
+                f"pinned {_bytes(self.host_bytes)}"
+            ),
         ]
         for runner in self.runners:
             lines.append("")

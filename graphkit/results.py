@@ -58,6 +58,11 @@ class Results:
         """The buffers that outputs are bound to."""
         return [output.to for output in self.outputs.values() if isinstance(output.to, Buffer)]
 
+    @property
+    def any_on_host(self) -> bool:
+        """Whether an output is copied to the host, where it can't be read before the device is done."""
+        return any(output.to == "host" for output in self.outputs.values())
+
     def forget(self) -> None:
         """Drop the memory, and what was inferred."""
         self._static.clear()

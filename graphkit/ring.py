@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-from graphkit.backends.base import Backend
+import numpy as np
+import torch
+
+from graphkit.backends.base import Backend, Fence
+from graphkit.errors import SpecError
 
 
 class Ring:
     """Slots of host memory, reused in turn; a slot is never written while a copy out of it is in flight.
 
     Recording a fence costs as much as launching a graph, so one fence serves half of the slots.
+
+    Args:
+        backend: of the device that copies out of the slots.
+        nbytes: of each slot.
+        depth: number of slots, at least 1.
+
+    Attributes:
+        tensors: the slots: uint8, shape ``(nbytes,)``.
+        arrays: the same memory as NumPy arrays.
+        owners: per slot, who may find its own padding in it; None if nobody.
     """
 
     def __init__(self, backend: Backend, nbytes: int, depth: int) -> None:
+        if depth < 1:
+            raise SpecError(f"a ring needs at least one slot, got ring_depth={depth}")
         self.depth = depth
-        self.tensors = [backend.host_empty(max(nbytes, 1)) for _ in range(depth)]
-        self.arrays = [tensor.numpy() for tensor in self.tensors]
+        self.tensors: list[torch.Tensor] = [
+            backend.host_empty(max(nbytes, 1)) for _ in range(depth)
+        ]
+        self.arrays = [tensor.numpy().view(np.uint8) for tensor in self.tensors]
         self.owners: list[object] = [None] * depth
-        self._per_fence = depth // 2 if depth % 2 == 0 else 1
-        self._fences = [backend.new_fence() for _ in range(depth // self._per_fence)]
-        self._recorded = [False] * len(self._fences)
+        block = depth // 2 if depth % 2 == 0 else 1
+        fences = [backend.new_fence() for _ in range(depth // block)]
+        # A block is entered at its first slot, and left at its last.
+        self._entered: list[Fence | None] = [None] * depth
+        self._left: list[Fence | None] = [None] * depth
+        for number, fence in enumerate(fences):
+            self._entered[number * block] = fence
+            self._left[number * block + block - 1] = fence
+        self._recorded: set[Fence] = set()
         self._next = 0
 
     def acquire(self) -> int:
         """The slot to write next, free of copies in flight; waits for the device if it must."""
         slot = self._next
-        if slot % self._per_fence == 0 and self._recorded[slot // self._per_fence]:
-            fence = self._fences[slot // self._per_fence]
-            if fence is not None and not fence.query():
-                fence.synchronize()
+        fence = self._entered[slot]
+        if fence is not None and fence in self._recorded and not fence.query():
+            fence.synchronize()
         return slot
 
     def commit(self) -> None:
         """The acquired slot's copy is queued; the next `acquire` gives the slot after it."""
         slot = self._next
-        block, last = divmod(slot, self._per_fence)
-        if last == self._per_fence - 1:
-            fence = self._fences[block]
-            if fence is not None:
-                fence.record()
-                self._recorded[block] = True
-        self._next = (slot + 1) % self.depth
+        fence = self._left[slot]
+        if fence is not None:
+            fence.record()
+            self._recorded.add(fence)
+        self._next = slot + 1 if slot + 1 < self.depth else 0

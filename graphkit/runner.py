@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from graphkit.bucket_graph import BucketGraph
 from graphkit.buckets import Bucket
@@ -28,8 +30,9 @@ from graphkit.mutation import preserve
 from graphkit.options import RunnerOptions
 from graphkit.outputs import Output, as_outputs, output_dims
 from graphkit.parameters import Binding, bind
-from graphkit.piecewise import RowInference
+from graphkit.piecewise import launcher
 from graphkit.results import Results
+from graphkit.rows import RowInference
 from graphkit.stage import Stage
 from graphkit.staging import Staging
 from graphkit.step import Phase, Step, in_body, running
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 class RunPlan:
     """Everything about running one dispatch that doesn't change from step to step."""
 
-    __slots__ = ("dispatch", "entry", "launch", "pieces", "plan", "result", "step")
+    __slots__ = ("dispatch", "entry", "launch", "plan", "result", "step")
 
     def __init__(self, dispatch: Dispatch, entry: BucketGraph | None, plan: Plan) -> None:
         self.dispatch = dispatch
@@ -50,17 +53,8 @@ class RunPlan:
         self.plan = plan
         self.result: Any = None
         self.step: Step | None = None
-        self.pieces: tuple[Callable[[], None], ...] = ()
-        self.launch: Callable[[], None] = self.launch_pieces if entry is None else entry.launch
-        if entry is not None and entry.mode is PIECEWISE:
-            self.pieces = entry.pieces(dispatch.sizes)
-            self.launch = self.launch_pieces
-
-    def launch_pieces(self) -> None:
-        """Replay segments and run breaks, in order."""
-        with running(self.step), torch.no_grad():  # type: ignore[arg-type]
-            for piece in self.pieces:
-                piece()
+        # Without an entry the run is EAGER, and launches nothing.
+        self.launch: Callable[[], None] = launcher((), None) if entry is None else entry.launch
 
 
 class GraphRunner:
@@ -100,7 +94,8 @@ class GraphRunner:
         )
         if self.binding.by_prepare and options.prepare is None:
             raise SpecError(
-                f"runner {name!r}: {', '.join(self.binding.by_prepare)} must come from prepare, and there is only prepare_host"
+                f"runner {name!r}: {', '.join(self.binding.by_prepare)} must come from prepare, and there "
+                "is only prepare_host"
             )
         declared = as_outputs(options.outputs)
         used = [d for b in self.binding.buffers.values() for d in b.spec.dims]
@@ -132,6 +127,8 @@ class GraphRunner:
             self.backend.host_empty,
             checked=group.checked,
         )
+        self.moves_in_graph = self.staging.has_span and self.backend.copies_in_graph
+        self._stream_key = self.backend.stream_key
         self.has_prepare = options.prepare is not None
         self.watches_writes = group.checked or self.backend.name == "recording"
         self._entries: dict[tuple[Mode, Bucket], BucketGraph] = {}
@@ -157,7 +154,8 @@ class GraphRunner:
                     continue
                 if (extent.dim.name, extent.factor) not in lengths:
                     raise SpecError(
-                        f"runner {self.name!r}: {what} of shape {shape_text(shape)} has {extent.factor} rows for each of "
+                        f"runner {self.name!r}: {what} of shape {shape_text(shape)} has {extent.factor} "
+                        "rows for each of "
                         f"{extent.dim.name!r}, whose real rows are a prefix only if they sit side by side: write "
                         f"gk.interleaved({extent}) if they do, or give the axis a dim of its own"
                     )
@@ -184,7 +182,8 @@ class GraphRunner:
             clone: give independent tensors instead of views under a lease.
 
         Returns:
-            What the function returns, each tensor cut to the batch. The views are overwritten by the next run of a runner
+            What the function returns, each tensor cut to the batch. The views are overwritten by the
+            next run of a runner
             that writes or pads their memory.
 
         Raises:
@@ -194,18 +193,20 @@ class GraphRunner:
             ConcurrentRunError: a run of the group is under way.
         """
         if inputs is not None:
-            named = self._merged(inputs, named)
+            named = inputs if type(inputs) is dict and not named else self._merged(inputs, named)
         group = self._group
-        if not group.lock.acquire(blocking=False):
+        if not group.lock.acquire(False):
             raise ConcurrentRunError(
-                f"runner {self.name!r}: a run or capture of its group is under way, in another thread or around this call; "
+                f"runner {self.name!r}: a run or capture of its group is under way, in another thread or "
+                "around this call; "
                 f"the graphs of one group share memory and never run at the same time"
             )
         try:
             plan = self._plans.get(dispatch)
             if plan is None:
                 plan = self._make_plan(dispatch)
-            group.order_on_stream()
+            if self._stream_key() != group.last_stream:
+                group.order_on_stream()
             if self._pending is not None:
                 named = self._take_stage(dispatch, named)
             staged = self.staging.write(plan.plan, named)
@@ -222,13 +223,27 @@ class GraphRunner:
                     with running(step):
                         self.options.prepare_host(step)
             if group.checked:
-                self._end_leases(replay=True)
-            self.staging.move(plan.plan, staged)
+                self.end_leases(replay=True)
+            if entry.set_source is None:
+                self.staging.move(plan.plan, staged)
+            else:
+                entry.set_source[staged.index]()
+                if staged.from_device:
+                    self.staging.move_from_device(plan.plan, staged)
             if self.has_prepare:
                 entry.unpack()
+                if entry.set_source is not None:
+                    self.staging.ring.commit()
                 if step is not None:
                     self._prepare_replay(step, entry)
-            plan.launch()
+                plan.launch()
+            elif entry.set_source is None:
+                plan.launch()
+            else:
+                try:
+                    plan.launch()
+                finally:
+                    self.staging.ring.commit()
             entry.replays += 1
             return self._result(plan, entry, clone)
         finally:
@@ -280,7 +295,8 @@ class GraphRunner:
             )
         if tuple(dispatch.sizes) != tuple(self.dispatcher.dims):
             raise InputError(
-                f"runner {self.name!r} has the dims {list(self.dispatcher.dims)}; this dispatch is of another runner's: "
+                f"runner {self.name!r} has the dims {list(self.dispatcher.dims)}; this dispatch is of "
+                "another runner's: "
                 f"{list(dispatch.sizes)}"
             )
         entry: BucketGraph | None = None
@@ -296,10 +312,13 @@ class GraphRunner:
             dispatch, entry, self.staging.plan(self.staging.layout(sizes), dispatch.sizes)
         )
         if entry is not None and (
-            self.has_prepare or self.options.prepare_host is not None or plan.pieces
+            self.has_prepare or self.options.prepare_host is not None or entry.has_breaks
         ):
             plan.step = Step(dispatch, Phase.REPLAY, entry.layout.views, {}, None, entry.state)
             plan.step.prepared = entry.baked
+        if entry is not None and entry.mode is PIECEWISE:
+            step = plan.step if entry.has_breaks else None
+            plan.launch = launcher(entry.pieces(dispatch.sizes), step)
         if len(self._plans) >= 4096:
             self._plans.clear()
         self._plans[dispatch] = plan
@@ -345,13 +364,10 @@ class GraphRunner:
     def _check_baked(self, made: Mapping[str, Any], entry: BucketGraph) -> None:
         for name, value in made.items():
             baked = entry.baked.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(baked, torch.Tensor):
-                same = Fingerprint.of(value) == Fingerprint.of(baked)
-            else:
-                same = value is baked or bool(value == baked)
-            if not same:
+            if not _is_baked(value, baked):
                 raise StateError(
-                    f"{entry.where}: prepare returned {name}={value!r} at a replay, and {baked!r} is baked into the graph; "
+                    f"{entry.where}: prepare returned {name}={value!r} at a replay, and {baked!r} is baked "
+                    "into the graph; "
                     f"write into the same tensor, keep it in step.state, or make it a variant"
                 )
 
@@ -362,7 +378,7 @@ class GraphRunner:
             with running(step):
                 self.options.prepare_host(step)
         if self._group.checked:
-            self._end_leases(replay=False)
+            self.end_leases(replay=False)
         with torch.no_grad():
             self.staging.move(plan.plan, staged)
             self.staging.unpack_exact(layout, staged)
@@ -382,20 +398,22 @@ class GraphRunner:
 
     def _result(self, plan: RunPlan, entry: BucketGraph, clone: bool) -> Any:
         if clone or self._group.checked:
+            if clone and self.results.any_on_host:
+                self.backend.synchronize()
             return self.results.views(plan.dispatch, entry, clone=clone)
-        result = plan.result
-        if result is None:
-            result = plan.result = self.results.views(plan.dispatch, entry, clone=False)
-        # The structure is the caller's to change, so that only immutable ones are given out again.
-        if type(result) is dict:
-            return dict(result)
-        if isinstance(result, (torch.Tensor, tuple)):
-            return result
-        return self.results.views(plan.dispatch, entry, clone=False)
+        if plan.result is not None:
+            return plan.result
+        result = self.results.views(plan.dispatch, entry, clone=False)
+        # A dict or list is the caller's to change, so that it is made afresh each time.
+        if isinstance(result, torch.Tensor) or (
+            type(result) is tuple and all(isinstance(leaf, torch.Tensor) for leaf in result)
+        ):
+            plan.result = result
+        return result
 
     # -- leases -----------------------------------------------------------------------------------
 
-    def _end_leases(self, *, replay: bool) -> None:
+    def end_leases(self, *, replay: bool) -> None:
         """What this run writes or pads can't be read any more as what an earlier run left."""
         if replay:
             for runner in self._group.runners:
@@ -405,6 +423,10 @@ class GraphRunner:
         self.results.end_leases(replay=replay)
 
     # -- capture, called by the group -------------------------------------------------------------
+
+    def entry(self, mode: Mode, bucket: Bucket) -> BucketGraph | None:
+        """The one for this graph, if a capture has needed it; asking allocates nothing."""
+        return self._entries.get((mode, bucket))
 
     @property
     def entries(self) -> tuple[BucketGraph, ...]:
@@ -425,7 +447,8 @@ class GraphRunner:
             unknown = given.keys() - values.keys()
             if unknown:
                 raise SpecError(
-                    f"runner {self.name!r}: example gave {', '.join(sorted(unknown))}; its inputs are {', '.join(values)}"
+                    f"runner {self.name!r}: example gave {', '.join(sorted(unknown))}; its inputs are "
+                    f"{', '.join(values)}"
                 )
             values.update(given)
         fed = {name: values[name] for name in self.binding.fed}
@@ -439,6 +462,8 @@ class GraphRunner:
         """All tensors whose storage the function may write without further notice."""
         tensors = [*layout.views.values(), self.staging.span]
         tensors.extend(buffer.tensor for buffer in self.results.buffers)
+        # A break's `out` is any buffer of the group's.
+        tensors.extend(buffer.tensor for buffer in self._buffers if buffer.is_allocated)
         for item in self.options.mutates:
             tensors.append(item if isinstance(item, torch.Tensor) else item.tensor)
         return tensors
@@ -449,7 +474,8 @@ class GraphRunner:
         if text not in self._noted:
             self._noted.add(text)
             self.warn(
-                f"runner {self.name!r}: {text}, memory from outside that isn't declared: warm-up has changed it. Name it in mutates="
+                f"runner {self.name!r}: {text}, memory from outside that isn't declared: warm-up has "
+                "changed it. Name it in mutates="
             )
 
     def warn(self, message: str) -> None:
@@ -511,3 +537,24 @@ class GraphRunner:
     def __repr__(self) -> str:
         captured = len(self.dispatcher.captured)
         return f"GraphRunner({self.name!r}, {captured} of {len(self.dispatcher.graphs)} graphs captured)"
+
+
+def _is_baked(value: Any, baked: Any) -> bool:
+    """Whether a graph that has baked one value means the other too: tensors by address, the rest by value."""
+    if value is baked:
+        return True
+    leaves, structure = pytree.tree_flatten(value)
+    known, known_structure = pytree.tree_flatten(baked)
+    return structure == known_structure and all(map(_is_same_leaf, leaves, known))
+
+
+def _is_same_leaf(value: Any, baked: Any) -> bool:
+    if value is baked:
+        return True
+    if type(value) is not type(baked):
+        return False
+    if isinstance(value, torch.Tensor):
+        return Fingerprint.of(value) == Fingerprint.of(baked)
+    if isinstance(value, np.ndarray):
+        return np.array_equal(value, baked)
+    return bool(value == baked)

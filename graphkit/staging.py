@@ -21,10 +21,10 @@ import torch
 from graphkit.backends.base import Backend
 from graphkit.buffers import prefix, shape_at
 from graphkit.dims import Dim
-from graphkit.hostdata import encode, numpy_dtype
+from graphkit.hostdata import encode, numpy_dtype, shown_by_numpy
 from graphkit.intake import Intake
-from graphkit.layout import Layout, Plan, Region, Slot
-from graphkit.pads import host_fills, steps_of, tensor_fills
+from graphkit.layout import Layout, Plan, Region, Slot, Staged
+from graphkit.pads import Fill, as_fed, host_fills, steps_of, tensor_fills
 from graphkit.parameters import Binding
 from graphkit.ring import Ring
 from graphkit.unpack import Unpacker
@@ -43,22 +43,6 @@ _LAYOUTS = 4096
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-class Staged:
-    """What `Staging.write` has checked and written, and `Staging.move` is to move."""
-
-    __slots__ = ("from_device", "hosted", "slot")
-
-    def __init__(
-        self,
-        slot: Slot,
-        hosted: Mapping[str, np.ndarray[Any, Any]],
-        from_device: Sequence[tuple[str, torch.Tensor | None]],
-    ) -> None:
-        self.slot = slot
-        self.hosted = hosted
-        self.from_device = from_device
 
 
 class Staging:
@@ -89,7 +73,9 @@ class Staging:
         self.span_nbytes = self._header_nbytes + sum(
             _aligned(buffer.spec.nbytes) for buffer in self._packed.values()
         )
-        self._unpacker = Unpacker(binding.resident | self._direct, self._dims, backend)
+        self._unpacker = Unpacker(
+            self._packed, binding.resident | self._direct, self._dims, backend
+        )
         self._needs_header = bool(binding.counts) or self._unpacker.pads_on_device
         self._span: torch.Tensor | None = None
         self._ring: Ring | None = None
@@ -174,9 +160,13 @@ class Staging:
             view = layout.views[name]
             plan.shapes[name] = shape
             plan.rows[name] = prefix(view, shape)
-            if name in self._packed:
+            pads = as_fed(buffer.spec.pads)
+            if name in self._packed and not self._unpacker.pads_fed(name):
                 steps = layout.regions[name].steps
-                plan.device_fills[name] = tensor_fills(view, shape, buffer.spec.pads, steps)
+                plan.device_fills[name] = tensor_fills(view, shape, pads, steps)
+            elif name in self._direct and pads != buffer.spec.pads:
+                # The node leaves to producers what is theirs to pad; of this one it is staging.
+                plan.device_fills[name] = tensor_fills(view, shape, pads, steps_of(view, pads))
         return plan
 
     def open_slot(self, plan: Plan) -> Slot:
@@ -185,11 +175,15 @@ class Staging:
         slot = plan.slots[index]
         if slot is None:
             slot = plan.slots[index] = self._make_slot(plan, index)
+        if self.ring.owners[index] is not slot:
+            # What is written from here on may be given up, by a wrong input or a stage that is never run.
+            self.ring.owners[index] = None
         return slot
 
     def _make_slot(self, plan: Plan, index: int) -> Slot:
         array, tensor = self.ring.arrays[index], self.ring.tensors[index]
-        targets, host, fills = [], {}, []
+        targets, host = [], {}
+        fills: list[Fill] = []
         for name, region in plan.layout.regions.items():
             spec = region.buffer.spec
             flat = array[region.offset : region.offset + region.tensor.nbytes]
@@ -198,13 +192,15 @@ class Staging:
             rows = padded[(*cuts, ...)]
             targets.append((name, rows, rows.dtype, rows.shape))
             host[name] = padded
-            fills.extend(host_fills(padded, rows.shape, spec.pads, _encoder(spec.dtype)))
+            fills.extend(host_fills(padded, rows.shape, as_fed(spec.pads), _encoder(spec.dtype)))
         header = array[: 4 * plan.header.size].view(np.int32)
-        return Slot(index, targets, host, fills, header, tensor[: plan.layout.moved.nbytes])
+        slot = Slot(index, targets, host, fills, header, tensor[: plan.layout.moved.nbytes])
+        plan.slots[index] = slot
+        return slot
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def write(self, plan: Plan, values: Mapping[str, Any]) -> Staged:
+    def write(self, plan: Plan, values: Mapping[str, Any]) -> Slot | Staged:
         """Check every input, and write and pad the host ones in the ring's next slot.
 
         No static buffer is touched yet.
@@ -212,11 +208,21 @@ class Staging:
         Raises:
             InputError: an input is missing, unknown, or of the wrong shape, dtype or device.
         """
-        slot = self.open_slot(plan)
+        index = (self._ring or self.ring).acquire()
+        slot = plan.slots[index] or self._make_slot(plan, index)
+        owners = self.ring.owners
+        is_new = owners[index] is not slot
+        if is_new:
+            # What is written from here on is given up if an input is wrong.
+            owners[index] = None
         others: list[tuple[str, torch.Tensor | None]] | None = None
         for name, target, dtype, shape in slot.targets:
-            value = values.get(name)
-            if type(value) is np.ndarray and value.dtype is dtype and value.shape == shape:
+            value: Any = values.get(name)
+            kind = type(value)
+            if kind is torch.Tensor and not (value.is_cuda or value.requires_grad):
+                value = shown_by_numpy(value)
+                kind = type(value)
+            if kind is np.ndarray and value.dtype is dtype and value.shape == shape:
                 target[...] = value
             elif value is ON_DEVICE:
                 others = [*(others or ()), (name, None)]
@@ -232,7 +238,28 @@ class Staging:
             self._intake.refuse_unknown(values)
         if self._checked:
             self._check_valid(slot, others)
-        return self._pad(plan, slot, others)
+        # Constant padding, and the header, are still there if this plan was the slot's last user.
+        if is_new:
+            slot.header[...] = plan.header
+            for target, source in slot.constant:
+                target[...] = source
+            owners[index] = None if self._writes_host else slot
+        for target, source, step in slot.copied:
+            target[...] = source
+            if step is not None:
+                target += step
+        if others is None:
+            return slot
+        return self._mark_device(slot, others)
+
+    def _mark_device(self, slot: Slot, others: Sequence[tuple[str, torch.Tensor | None]]) -> Staged:
+        """Say in the header which inputs the host hasn't fed."""
+        hosted = dict(slot.hosted)
+        for name, _ in others:
+            if hosted.pop(name, None) is not None:
+                slot.header[self._flags[name]] = 0
+                self.ring.owners[slot.index] = None
+        return Staged(slot, hosted, others)
 
     def _take_direct(
         self, plan: Plan, values: Mapping[str, Any]
@@ -257,35 +284,22 @@ class Staging:
             if name not in elsewhere:
                 self._intake.check_valid(name, target)
 
-    def _pad(
-        self, plan: Plan, slot: Slot, others: list[tuple[str, torch.Tensor | None]] | None
-    ) -> Staged:
-        ring = self.ring
-        # Constant padding, and the header, are still there if this plan was the slot's last user.
-        if ring.owners[slot.index] is not slot:
-            slot.header[...] = plan.header
-            for target, source in slot.constant:
-                target[...] = source
-            ring.owners[slot.index] = None if self._writes_host else slot
-        for target, source, step in slot.copied:
-            target[...] = source
-            if step is not None:
-                target += step
-        if others is None:
-            return Staged(slot, slot.host, ())
-        hosted = dict(slot.host)
-        for name, _ in others:
-            if hosted.pop(name, None) is not None:
-                slot.header[self._flags[name]] = 0
-                ring.owners[slot.index] = None
-        return Staged(slot, hosted, others)
+    @property
+    def has_span(self) -> bool:
+        """Whether there are inputs that the span carries."""
+        return bool(self._packed)
 
-    def move(self, plan: Plan, staged: Staged) -> None:
+    def move(self, plan: Plan, staged: Slot | Staged) -> None:
         """Queue the copies of what `write` staged on the current stream."""
         if self._packed or (self._needs_header and self._moved_real != plan.real):
-            plan.layout.moved.copy_(staged.slot.moved, non_blocking=True)
+            plan.layout.moved.copy_(staged.moved, non_blocking=True)
             self._moved_real = plan.real
             self.ring.commit()
+        if staged.from_device:
+            self.move_from_device(plan, staged)
+
+    def move_from_device(self, plan: Plan, staged: Slot | Staged) -> None:
+        """Queue the copies of what the device feeds, each straight into its buffer."""
         for name, tensor in staged.from_device:
             rows = plan.rows[name]
             if tensor is not None and not _is_same(tensor, rows):
@@ -300,7 +314,11 @@ class Staging:
         """
         self._unpacker.unpack(layout, self.header)
 
-    def unpack_exact(self, layout: Layout, staged: Staged) -> None:
+    def prepare_unpack(self, layout: Layout) -> None:
+        """Make ahead what `unpack` needs; not inside a capture."""
+        self._unpacker.prepare(layout)
+
+    def unpack_exact(self, layout: Layout, staged: Slot | Staged) -> None:
         """Move the span into the buffers where the layout is the batch's own size, and nothing is padded."""
         for name in staged.hosted:
             layout.views[name].copy_(layout.regions[name].tensor)
@@ -312,5 +330,3 @@ def _encoder(dtype: torch.dtype) -> Any:
 
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.data_ptr() == right.data_ptr() and left.stride() == right.stride()
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,11 @@ class Step:
 class _Body:
     """In place of a step while a runner's function runs: its breaks may have the step, its body may not."""
 
-    __slots__ = ("step",)
+    __slots__ = ("sizes", "step")
 
-    def __init__(self, step: Step | None) -> None:
+    def __init__(self, step: Step | None, sizes: Mapping[str, int] | None) -> None:
         self.step = step
+        self.sizes = sizes
 
 
 _current: ContextVar[Step | _Body | None] = ContextVar("graphkit_current_step", default=None)
@@ -96,6 +97,22 @@ def live_step() -> Step | None:
     return step.step if isinstance(step, _Body) else step
 
 
+def body_sizes() -> Mapping[str, int] | None:
+    """The sizes that a runner's function is called for, in its body; None outside."""
+    step = _current.get()
+    return step.sizes if isinstance(step, _Body) else None
+
+
+def set_current(step: Step) -> Token[Any]:
+    """Make `step` what `current_run` answers, until `reset_current`."""
+    return _current.set(step)
+
+
+def reset_current(token: Token[Any]) -> None:
+    """Undo `set_current`."""
+    _current.reset(token)
+
+
 @contextmanager
 def running(step: Step) -> Iterator[None]:
     """Make `step` what `current_run` answers."""
@@ -107,9 +124,13 @@ def running(step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def in_body(step: Step | None) -> Iterator[None]:
-    """A runner's function is being run: `current_run` raises in it, and answers `step` in its breaks."""
-    token = _current.set(_Body(step))
+def in_body(step: Step | None, sizes: Mapping[str, int] | None = None) -> Iterator[None]:
+    """A runner's function is being run: `current_run` raises in it, and answers `step` in its breaks.
+
+    Args:
+        sizes: that it is run for, where its breaks may not have the step.
+    """
+    token = _current.set(_Body(step, sizes))
     try:
         yield
     finally:

@@ -96,11 +96,11 @@ class ExternalWrite:
         return f"{self.operation} writes a tensor of shape {self.shape}{at}"
 
 
-class WriteWatch(TorchDispatchMode):
+class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes writes to storages that were not made under it and are not in `allowed`."""
 
     def __init__(self, allowed: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = {tensor.untyped_storage().data_ptr() for tensor in allowed}
         self.found: dict[int, ExternalWrite] = {}
 

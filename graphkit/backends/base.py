@@ -6,7 +6,7 @@ this package knows which one it runs on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -73,8 +73,15 @@ class Backend(Protocol):
     recordings: int
     """How often the session captures a bucket, with different contents, to compare the results."""
 
-    def new_pool(self) -> Any:
-        """A memory pool that the graphs of one group share."""
+    copies_in_graph: bool
+    """Whether a graph's copies can be given another source between replays, by `sources`."""
+    stream_key: Callable[[], int]
+    """Identity of the current stream, as cheap as the device allows."""
+    has_triton: bool
+    """Whether Triton kernels run there."""
+
+    def pool_of(self, pool: Any) -> Any:
+        """What captures are given as their pool: `pool`, or a new one if it is None."""
 
     def new_stream(self) -> Any:
         """A stream to capture on; None where the device has none."""
@@ -95,20 +102,27 @@ class Backend(Protocol):
     def is_capturing(self) -> bool:
         """Whether the current stream is capturing."""
 
+    def as_capturing(self) -> AbstractContextManager[None]:
+        """Answer True to code of this thread that asks torch whether the current stream is capturing."""
+
     def synchronize(self) -> None:
         """Wait for the device."""
 
     def empty_cache(self) -> None:
         """Give cached memory that nobody uses back to the device."""
 
+    def drop_workspaces(self) -> None:
+        """Make libraries forget memory that they keep between calls.
+
+        What a library made before a capture may be freed under the graph, by whoever else drops it; what it made in a
+        capture is the pool's, and not for other work.
+        """
+
     def rng_state(self, generators: Iterable[torch.Generator] = ()) -> Any:
         """The state of the default generator and of `generators`."""
 
     def restore_rng_state(self, state: Any) -> None:
         """Put back what `rng_state` gave."""
-
-    def stream_key(self) -> int:
-        """Identity of the current stream, as cheap as the device allows."""
 
     def wait_for(self, stream_key: int) -> None:
         """Make the current stream wait for everything queued on the stream of that key."""
@@ -121,6 +135,18 @@ class Backend(Protocol):
 
     def empty_in(self, pool: Any, like: torch.Tensor) -> torch.Tensor:
         """Contiguous memory of the pool, of the shape and dtype of `like`; not inside a capture."""
+
+    def sources(
+        self, graph: Graph, target: torch.Tensor, sources: Sequence[torch.Tensor]
+    ) -> Sequence[Callable[[], None]] | None:
+        """Functions that make the graph's copy into `target` read another source from the next replay on.
+
+        Returns:
+            One for each of `sources`, or None where `copies_in_graph` is False.
+
+        Raises:
+            StateError: the graph has no such copy.
+        """
 
     def new_fence(self) -> Fence | None:
         """What tells when work queued so far is done; None where work is done when a call returns."""

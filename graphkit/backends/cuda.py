@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from graphkit.backends.base import ErrorMode
+from graphkit.backends.base import ErrorMode, Graph
 from graphkit.errors import StateError
 
 _THREAD_LOCAL = 1
+_COPY_NODE = 1
+_HOST_TO_DEVICE = 1
 
 
 class CudaGraph:
@@ -38,6 +42,22 @@ class CudaGraph:
             self._graph = None
             self.replay = _released
 
+    def sources(
+        self, target: torch.Tensor, sources: Sequence[torch.Tensor]
+    ) -> list[Callable[[], None]]:
+        """One function for each source, which makes the copy into `target` read it.
+
+        Raises:
+            StateError: there is no such copy, or CUDA's runtime library isn't found.
+        """
+        runtime = _runtime()
+        graph = self._graph
+        node = _copy_node(graph, target) if graph is not None else None
+        if graph is None or node is None or runtime is None:
+            raise StateError("the graph has no copy of the staged inputs whose source can be set")
+        executable = ctypes.c_void_p(graph.raw_cuda_graph_exec())
+        return [_source_setter(runtime, executable, node, target, source) for source in sources]
+
     def difference(self, other: object) -> str | None:
         """Nothing is known of what a CUDA graph computes."""
         return None
@@ -45,6 +65,36 @@ class CudaGraph:
 
 def _released() -> None:
     raise StateError("this graph was released; capture again")
+
+
+class CudaPool:
+    """A memory pool for graphs, which outlives them.
+
+    torch gives a pool up with its last graph, and a capture into it then fails: after all graphs were dropped, or the
+    first capture was refused. An empty graph keeps it, from the first capture on.
+
+    Args:
+        handle: an existing pool, as `torch.cuda.graph_pool_handle` gives it.
+    """
+
+    def __init__(self, handle: Any = None) -> None:
+        self.handle = torch.cuda.graph_pool_handle() if handle is None else handle
+        self._anchor: torch.cuda.CUDAGraph | None = None
+
+    def anchor(self) -> None:
+        """Keep the pool; on a stream that can be captured."""
+        if self._anchor is None:
+            graph = torch.cuda.CUDAGraph()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+                graph.capture_end()
+            self._anchor = graph
+
+
+def as_pool(pool: Any) -> CudaPool:
+    """A `CudaPool` as it is, and any other pool handle as one."""
+    return pool if isinstance(pool, CudaPool) else CudaPool(pool)
 
 
 class CudaCapture:
@@ -112,6 +162,85 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _runtime() -> ctypes.CDLL | None:
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}")
+    except OSError:
+        return None
+
+
+def _source_setter(
+    runtime: ctypes.CDLL,
+    executable: ctypes.c_void_p,
+    node: ctypes.c_void_p,
+    target: torch.Tensor,
+    source: torch.Tensor,
+) -> Callable[[], None]:
+    call = runtime.cudaGraphExecMemcpyNodeSetParams1D
+    # Made once: converting arguments would cost as much as the call.
+    to, out_of = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
+    nbytes, direction = ctypes.c_size_t(target.nbytes), ctypes.c_int(_HOST_TO_DEVICE)
+
+    def set_source() -> None:
+        status = call(executable, node, to, out_of, nbytes, direction)
+        if status:
+            raise StateError(f"CUDA refused to set the source of a graph's copy (error {status})")
+
+    return set_source
+
+
+class _Copy(ctypes.Structure):
+    """CUDA_MEMCPY3D, of which only the device addresses are looked at here."""
+
+    _fields_ = (
+        ("srcXInBytes", ctypes.c_size_t),
+        ("srcY", ctypes.c_size_t),
+        ("srcZ", ctypes.c_size_t),
+        ("srcLOD", ctypes.c_size_t),
+        ("srcMemoryType", ctypes.c_uint),
+        ("srcHost", ctypes.c_void_p),
+        ("srcDevice", ctypes.c_uint64),
+        ("srcArray", ctypes.c_void_p),
+        ("reserved0", ctypes.c_void_p),
+        ("srcPitch", ctypes.c_size_t),
+        ("srcHeight", ctypes.c_size_t),
+        ("dstXInBytes", ctypes.c_size_t),
+        ("dstY", ctypes.c_size_t),
+        ("dstZ", ctypes.c_size_t),
+        ("dstLOD", ctypes.c_size_t),
+        ("dstMemoryType", ctypes.c_uint),
+        ("dstHost", ctypes.c_void_p),
+        ("dstDevice", ctypes.c_uint64),
+        ("dstArray", ctypes.c_void_p),
+        ("reserved1", ctypes.c_void_p),
+        ("dstPitch", ctypes.c_size_t),
+        ("dstHeight", ctypes.c_size_t),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+        ("Depth", ctypes.c_size_t),
+    )
+
+
+def _copy_node(graph: torch.cuda.CUDAGraph, target: torch.Tensor) -> ctypes.c_void_p | None:
+    """The first root of a graph, if it is a copy into `target`."""
+    driver, raw = _driver(), ctypes.c_void_p(graph.raw_cuda_graph())
+    count = ctypes.c_size_t(0)
+    driver.cuGraphGetRootNodes(raw, None, ctypes.byref(count))
+    roots = (ctypes.c_void_p * max(count.value, 1))()
+    driver.cuGraphGetRootNodes(raw, roots, ctypes.byref(count))
+    for root in roots[: count.value]:
+        kind = ctypes.c_int(-1)
+        driver.cuGraphNodeGetType(ctypes.c_void_p(root), ctypes.byref(kind))
+        if kind.value != _COPY_NODE:
+            continue
+        copy = _Copy()
+        driver.cuGraphMemcpyNodeGetParams(ctypes.c_void_p(root), ctypes.byref(copy))
+        if target.data_ptr() in (copy.dstDevice, copy.dstHost):
+            return ctypes.c_void_p(root)
+    return None
+
+
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
     count = ctypes.c_size_t(0)
     status = _driver().cuGraphGetNodes(
@@ -141,23 +270,35 @@ def _end_invalidated(graph: torch.cuda.CUDAGraph) -> None:
 
 
 class CudaBackend:
-    """Capture and replay on one CUDA device."""
+    """Capture and replay on one CUDA device.
+
+    Args:
+        device: a CUDA device.
+        copy_in_graph: whether the copy of a step's host inputs is a node of the graph, whose source is set before each
+            launch, instead of a copy queued before it.
+    """
 
     name = "cuda"
     recordings = 1
+    has_triton = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, copy_in_graph: bool = True) -> None:
+        self.copies_in_graph = copy_in_graph and _runtime() is not None
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        # The raw handle of the current stream: 0.07 µs, where the stream object costs 4.
+        self.stream_key: Callable[[], int] = functools.partial(
+            torch._C._cuda_getCurrentRawStream, index
+        )
         self._index = index
 
-    def new_pool(self) -> Any:
-        """A pool handle; the first capture into it makes the pool."""
-        return torch.cuda.graph_pool_handle()
+    def pool_of(self, pool: Any) -> CudaPool:
+        """The pool that will outlive its graphs; a new one for None."""
+        return CudaPool() if pool is None else as_pool(pool)
 
     def new_stream(self) -> torch.cuda.Stream:
         """A stream that is not the default one, which can't be captured."""
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
@@ -178,11 +319,26 @@ class CudaBackend:
         error_mode: ErrorMode = "thread_local",
     ) -> CudaCapture:
         """Begin a capture on the current stream."""
-        return CudaCapture(pool, generators, error_mode)
+        pool = as_pool(pool)
+        pool.anchor()
+        return CudaCapture(pool.handle, generators, error_mode)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is capturing."""
         return torch.cuda.is_current_stream_capturing()
+
+    @contextlib.contextmanager
+    def as_capturing(self) -> Iterator[None]:
+        """Answer True to this thread's Python code; the stream itself isn't capturing."""
+        # torch looks this name up on every call, whichever way its caller came by the function.
+        original = getattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")  # noqa: B009
+        thread = threading.get_ident()
+        answer = lambda: threading.get_ident() == thread or original()  # noqa: E731
+        setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", answer)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", original)  # noqa: B010
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -191,6 +347,12 @@ class CudaBackend:
     def empty_cache(self) -> None:
         """Give cached blocks back to the device."""
         torch.cuda.empty_cache()
+
+    def drop_workspaces(self) -> None:
+        """Drop cuBLAS's workspaces; torch keeps one for each stream, and makes it anew where it is needed next."""
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:
+            clear()
 
     def rng_state(self, generators: Iterable[torch.Generator] = ()) -> Any:
         """The states of the device's default generator, the CPU's, and `generators`."""
@@ -208,13 +370,9 @@ class CudaBackend:
         for generator, generator_state in others:
             generator.set_state(generator_state)
 
-    def stream_key(self) -> int:
-        """The raw handle of the current stream (0.07 µs, where the stream object costs 4)."""
-        return torch._C._cuda_getCurrentRawStream(self._index)
-
     def wait_for(self, stream_key: int) -> None:
         """Make the current stream wait for what is queued on another."""
-        other = torch.cuda.ExternalStream(stream_key, device=self.device)
+        other = torch.cuda.ExternalStream(stream_key, device=self.device)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self.device).wait_stream(other)
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
@@ -233,6 +391,7 @@ class CudaBackend:
 
     def empty_in(self, pool: Any, like: torch.Tensor) -> torch.Tensor:
         """Memory of the pool, allocated outside a capture."""
+        pool = as_pool(pool).handle
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -241,9 +400,19 @@ class CudaBackend:
             torch._C._cuda_endAllocateToPool(self._index, pool)
             torch._C._cuda_releasePool(self._index, pool)
 
+    def sources(
+        self, graph: Graph, target: torch.Tensor, sources: Sequence[torch.Tensor]
+    ) -> Sequence[Callable[[], None]] | None:
+        """Set the source of the graph's copy node; takes effect with the next launch."""
+        if not self.copies_in_graph:
+            return None
+        if not isinstance(graph, CudaGraph):
+            raise StateError(f"{graph!r} is no CUDA graph")
+        return graph.sources(target, sources)
+
     def new_fence(self) -> torch.cuda.Event:
         """An event, to know when copies out of host memory are done."""
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def memory_reserved(self) -> int:
         """Bytes that torch's allocator holds on the device."""

@@ -23,7 +23,7 @@ def capture(
 ) -> tuple[Any, Any]:
     """The graph of one call of `body`, and what the call returned."""
     with backend.on_stream(backend.new_stream()), MODES[mode]():
-        under_way = backend.begin_capture(pool=backend.new_pool(), generators=generators)
+        under_way = backend.begin_capture(pool=backend.pool_of(None), generators=generators)
         try:
             result = body()
             return under_way.end(), result

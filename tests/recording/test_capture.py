@@ -47,7 +47,7 @@ def test_segments_run_one_after_the_other_with_eager_code_between(
     state = torch.zeros(4, device=device)
     eager: list[float] = []
     with backend.on_stream(backend.new_stream()), torch.no_grad():
-        under_way = backend.begin_capture(pool=backend.new_pool())
+        under_way = backend.begin_capture(pool=backend.pool_of(None))
         assert backend.is_capturing()
         y = x * 2
         state += y
@@ -389,6 +389,7 @@ def test_code_that_asks_is_told_that_the_stream_captures(recording: RecordingBac
     assert y.tolist() == [3, 3]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 def test_compiled_functions_are_recorded_and_compile_afterwards(
     recording: RecordingBackend,
 ) -> None:

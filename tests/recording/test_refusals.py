@@ -202,3 +202,22 @@ def test_every_rule_of_the_table_names_an_operator_that_exists() -> None:
         assert hasattr(torch.ops.aten, operator), name
         if overload:
             assert overload in getattr(torch.ops.aten, operator).overloads(), name
+
+
+@pytest.mark.parametrize(
+    ("operation", "function", "args", "fine"),
+    [
+        ("aten::_local_scalar_dense", torch.quantile, (), True),
+        ("aten::_local_scalar_dense", torch.Tensor.item, (), False),
+        ("aten::_local_scalar_dense", torch.nn.functional.one_hot, (None, 4), True),
+        ("aten::_local_scalar_dense", torch.nn.functional.one_hot, (None,), False),
+        ("aten::masked_fill.Tensor", torch.cumsum, (), True),
+        ("aten::masked_fill.Tensor", torch.Tensor.masked_fill, (), False),
+        ("aten::nonzero", torch.nn.functional.one_hot, (None, 4), False),
+    ],
+)
+def test_what_only_a_cpu_does(
+    operation: str, function: Any, args: tuple[Any, ...], fine: bool
+) -> None:
+    # Which functions read values inside differs between versions of PyTorch.
+    assert refusals.is_fine_on_cuda(operation, function, args, {}) is fine

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ from graphkit.backends.base import ErrorMode
 from graphkit.backends.recording import ambience
 from graphkit.backends.recording.capture import RecordingCapture
 from graphkit.errors import SpecError
+
+
+class _Pretense:
+    recording = True
 
 
 class RecordingBackend:
@@ -26,6 +30,8 @@ class RecordingBackend:
 
     name = "recording"
     recordings = 2
+    copies_in_graph = False
+    has_triton = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -35,9 +41,9 @@ class RecordingBackend:
                 f'use GraphGroup("cpu") for it'
             )
 
-    def new_pool(self) -> Any:
+    def pool_of(self, pool: Any) -> Any:
         """A token: memory on the CPU has no pools."""
-        return object()
+        return object() if pool is None else pool
 
     def new_stream(self) -> Any:
         """None: there are no streams."""
@@ -70,11 +76,24 @@ class RecordingBackend:
         """Whether this thread is being recorded; False during an eager break."""
         return ambience.is_recording()
 
+    @contextmanager
+    def as_capturing(self) -> Iterator[None]:
+        """Answer True to this thread's code, without logging it."""
+        pretense = _Pretense()
+        ambience.enter(pretense)
+        try:
+            yield
+        finally:
+            ambience.leave(pretense)
+
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def empty_cache(self) -> None:
         """Nothing is cached."""
+
+    def drop_workspaces(self) -> None:
+        """Nothing is kept."""
 
     def rng_state(self, generators: Iterable[torch.Generator] = ()) -> Any:
         """The states of the default generator and of `generators`."""
@@ -98,13 +117,21 @@ class RecordingBackend:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself: without a pool there is nothing to give its memory to."""
-        return tensor.detach()
+        """The same memory: without a pool there is nothing to give it to. Writable outside inference mode too."""
+        with torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(0, dtype=tensor.dtype, device=self.device)
+            return empty.set_(
+                tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
 
     def empty_in(self, pool: Any, like: torch.Tensor) -> torch.Tensor:
         """Memory of its own."""
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+
+    def sources(self, graph: Any, target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        """None: a copy is done by the host, before the replay."""
+        return None
 
     def new_fence(self) -> None:
         """None: a copy is done when its call returns."""
