@@ -1,6 +1,6 @@
 """Host time of one dispatch by the number of buckets, for known batches and new ones.
 
-    python -m benchmarks.dispatch [--out dispatch.json]
+    python -m benchmarks.dispatch [--out results]
 
 Needs no device. Medians over repeats of a loop, the loop's own cost taken off.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 import warnings
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.measure import save
 from graphkit.buckets import Buckets
 from graphkit.dims import Dim, at_most
 from graphkit.dispatch import FULL, PIECEWISE, Dispatcher, Policy, Route
@@ -143,12 +143,13 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--quick", action="store_true", help="taken for the others' sake")
+    parser.add_argument("--out", type=Path, help="directory to write the result to")
     options = parser.parse_args()
     result = run()
     print(table(result))
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        save("dispatch", {"dispatch": result}, options.out)
 
 
 if __name__ == "__main__":

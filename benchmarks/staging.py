@@ -172,9 +172,7 @@ def peers(
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         out = model(**static)
-    pinned = [
-        {k: torch.from_numpy(v).pin_memory() for k, v in step.items()} for step in inputs
-    ]
+    pinned = [{k: torch.from_numpy(v).pin_memory() for k, v in step.items()} for step in inputs]
     lists = [{k: v.tolist() for k, v in step.items()} for step in inputs]
 
     def six_copies(index: int) -> torch.Tensor:
@@ -191,9 +189,7 @@ def peers(
         graph.replay()
         return out[:batch]
 
-    on_device = [
-        {k: torch.zeros_like(static[k]) for k in NAMES} for _ in range(2)
-    ]
+    on_device = [{k: torch.zeros_like(static[k]) for k in NAMES} for _ in range(2)]
     args = tuple(on_device[0][k] for k in NAMES)
     with torch.no_grad():
         graphed = torch.cuda.make_graphed_callables(_Frozen(model), args, allow_unused_input=True)
