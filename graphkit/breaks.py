@@ -20,7 +20,7 @@ import torch
 from graphkit.buffers import Buffer
 from graphkit.dims import Affine, Dim
 from graphkit.errors import SpecError
-from graphkit.step import Step, body_sizes, live_step, reset_current, running, set_current
+from graphkit.step import Step, body_sizes, live_step, running
 
 Axes = Dim | Affine | Mapping[int, Dim | Affine]
 Rows = Literal["real", "bucket"] | Mapping[str, Axes]
@@ -125,26 +125,6 @@ def out_sizes(break_: Break, step: Step) -> Mapping[str, int]:
     return step.dispatch.sizes if bucket is None or break_.rows != "bucket" else bucket.sizes
 
 
-class Replaying:
-    """While the pieces of a PIECEWISE graph run for `step`: it is live, and breaks inside breaks are plain.
-
-    A class, since a generator costs a replay's time.
-    """
-
-    __slots__ = ("_recorder", "_running", "_step")
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-
-    def __enter__(self) -> None:
-        self._recorder = _recorder.set(None)
-        self._running = set_current(self._step)
-
-    def __exit__(self, *exception: object) -> None:
-        reset_current(self._running)
-        _recorder.reset(self._recorder)
-
-
 def _axes(parameter: str, axes: Any) -> dict[int, Dim | Affine]:
     found = dict(axes) if isinstance(axes, Mapping) else {0: axes}
     for axis, extent in found.items():
@@ -188,16 +168,21 @@ def eager_break(
     replay the function runs again, on the same memory; `current_run` gives it the live dispatch, what prepare
     returned in this step, and the caller's context. Its Python arguments are those of the capture.
 
-    What it returns: a tensor in memory that was there before (an argument's, a buffer's) is passed on, and must be at the same
+    What it returns: a tensor in memory that was there before (an argument's, a buffer's) is passed on, and must be at
+    the same
     address each time; any other is copied into memory of the graph's, the rows beyond the batch being zero;
     Python values must not change from run to run.
 
     Args:
         fn: the function.
-        rows: "bucket" gives it the tensors as they are; "real" cuts them to the batch, in every axis that grows with a dim from
-            bucket to bucket. Where that can't be told (there is one bucket, say), a mapping says which dim the first axis of
-            which parameter is, ``{"q": tokens}``, or which axes, ``{"q": {2: tokens}}``; what it doesn't name is not cut.
-        out: a buffer that the function fills itself, given to it by the keyword ``out``; the call's value is the buffer's view.
+        rows: "bucket" gives it the tensors as they are; "real" cuts them to the batch, in every axis that grows with
+        a dim from
+            bucket to bucket. Where that can't be told (there is one bucket, say), a mapping says which dim the first
+            axis of
+            which parameter is, ``{"q": tokens}``, or which axes, ``{"q": {2: tokens}}``; what it doesn't name is not
+            cut.
+        out: a buffer that the function fills itself, given to it by the keyword ``out``; the call's value is the
+        buffer's view.
             Outside any runner the function is called without it.
 
     Raises:
@@ -225,7 +210,8 @@ class Patch:
             setattr(owner, name, self._broken)
         except (AttributeError, TypeError) as error:
             raise SpecError(
-                f"{_shown(owner)} doesn't let its {name!r} be replaced ({error}); name a place where the function is looked up that "
+                f"{_shown(owner)} doesn't let its {name!r} be replaced ({error}); name a place where the "
+                f"function is looked up that "
                 f"does: break_at(namespace, {name!r})"
             ) from None
 

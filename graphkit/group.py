@@ -286,9 +286,10 @@ class GraphGroup:
             for entry in warmed:
                 if self._attempt(entry, lambda e: e.capture(session), bar, failures):
                     entry.runner.mark_captured(entry)
-        self.last_stream = None
-        if any(runner.dispatcher.captured for runner in self.runners):
-            self._set_state(State.CAPTURED)
+        # The caller's stream is ordered after the session; a run on another one has to wait for it.
+        self.last_stream = self.backend.stream_key()
+        captured = any(runner.dispatcher.captured for runner in self.runners)
+        self._set_state(State.CAPTURED if captured else State.NEW)
         if failures:
             if len(failures) > 1:
                 failures[0].add_note(f"graphkit: and {len(failures) - 1} more failures like it")

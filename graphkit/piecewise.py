@@ -10,11 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphkit.backends.base import Graph
-from graphkit.breaks import Break, Replaying
+from graphkit.breaks import Break
 from graphkit.buffers import Extent
 from graphkit.errors import BreakError, CaptureError
 from graphkit.inference import sizes_text
-from graphkit.step import Step
+from graphkit.step import Step, reset_current, set_current
 
 Piece = Callable[[], None]
 
@@ -34,17 +34,18 @@ def launcher(pieces: Sequence[Piece], step: Step | None) -> Piece:
 
     if step is None:
         return launch
-    replaying = Replaying(step)
 
     def launch_with_breaks() -> None:
         graded = torch.is_grad_enabled()
         if graded:
             torch.set_grad_enabled(False)
+        # A generator's context manager would cost a replay's time.
+        token = set_current(step)
         try:
-            with replaying:
-                for piece in pieces:
-                    piece()
+            for piece in pieces:
+                piece()
         finally:
+            reset_current(token)
             if graded:
                 torch.set_grad_enabled(True)
 
@@ -223,7 +224,8 @@ class Returned:
                 if tuple(shape) not in allowed:
                     expected = " or ".join(map(str, allowed))
                     raise BreakError(
-                        f"{self._where} returned shape {tuple(shape)} for the {batch}, expected {expected}; later segments have "
+                        f"{self._where} returned shape {tuple(shape)} for the {batch}, expected {expected}; "
+                        f"later segments have "
                         f"baked the shape"
                     )
                 target = stable

@@ -96,7 +96,8 @@ class CaptureRecorder:
         calls: those of the warm-up, which the capture has to repeat.
         rows: for breaks that want real rows.
         known: address -> buffer, of the runner's parameters.
-        static: further memory that outlives the graphs, as buffers and declared state; results that lie there are passed on.
+        static: further memory that outlives the graphs, as buffers and declared state; results that lie there are
+        passed on.
     """
 
     def __init__(
@@ -132,17 +133,20 @@ class CaptureRecorder:
         """The function has returned.
 
         Raises:
-            CaptureError: a break failed, and the function went on without it; or fewer breaks were reached than in the warm-up.
+            CaptureError: a break failed, and the function went on without it; or fewer breaks were reached than in
+            the warm-up.
         """
         if self._failed is not None:
             name, error = self._failed
             raise CaptureError(
-                f"{self._where}: break {name} raised {type(error).__name__}: {error}, and the function caught it and went on; a "
+                f"{self._where}: break {name} raised {type(error).__name__}: {error}, and the function caught "
+                f"it and went on; a "
                 f"replay has no such way out. Catch it inside the break"
             ) from error
         if self._index != len(self._calls):
             raise CaptureError(
-                f"{self._where}: the capture reached {self._index} breaks and the warm-up {len(self._calls)}; a function must "
+                f"{self._where}: the capture reached {self._index} breaks and the warm-up {len(self._calls)}; "
+                f"a function must "
                 f"reach the same breaks each time"
             )
 
@@ -193,7 +197,8 @@ class CaptureRecorder:
             expected = self._calls[index].break_.name if index < len(self._calls) else "none"
             self._refuse(
                 break_,
-                f"was reached as number {index + 1} in the capture, and {expected} in the warm-up; a function must reach the "
+                f"was reached as number {index + 1} in the capture, and {expected} in the warm-up; a function "
+                f"must reach the "
                 f"same breaks each time",
             )
         call = self._calls[index]
@@ -216,7 +221,8 @@ class CaptureRecorder:
             if not equal(before, now):
                 self._refuse(
                     break_,
-                    f"got {before!r} in the warm-up and {now!r} in the capture. Its Python arguments are baked: take what changes "
+                    f"got {before!r} in the warm-up and {now!r} in the capture. Its Python arguments are "
+                    f"baked: take what changes "
                     f"from current_run(), or pass a tensor",
                 )
         return call
@@ -230,8 +236,10 @@ class CaptureRecorder:
             if "unjoined" not in str(error):
                 raise
             raise BreakError(
-                f"{self._where}: the segment before break {break_.name} can't be ended, since work on a side stream isn't "
-                f"joined: {str(error).splitlines()[0]}. Join it before the break, as by current_stream().wait_stream(side)"
+                f"{self._where}: the segment before break {break_.name} can't be ended, since work on a side "
+                f"stream isn't "
+                f"joined: {str(error).splitlines()[0]}. Join it before the break, as by "
+                f"current_stream().wait_stream(side)"
             ) from error
 
     def _held(self, leaf: Any, warm_root: torch.Tensor | None) -> Any:
@@ -240,8 +248,9 @@ class CaptureRecorder:
             return leaf
         # An address that is the warm-up's proves nothing: the pool may have got the same memory.
         is_outside = warm_root is not None and _root(leaf) is warm_root
-        # A lazy conjugate is more than its memory.
-        if is_outside or leaf.is_conj() or leaf.is_neg():
+        # Host memory is no pool's, and a lazy conjugate is more than its memory.
+        is_elsewhere = leaf.device.type != self._backend.device.type
+        if is_outside or is_elsewhere or leaf.is_conj() or leaf.is_neg():
             return leaf.detach()
         return self._backend.alias(leaf)
 
@@ -299,7 +308,8 @@ class CaptureRecorder:
         )
         if not same:
             raise BreakError(
-                f"{where} returned {_listed(found)} in the capture, and {_listed_call(call)} in the warm-up, for the same "
+                f"{where} returned {_listed(found)} in the capture, and {_listed_call(call)} in the warm-up, "
+                f"for the same "
                 f"batch; later segments bake shapes and Python values. Return tensors of the same shape each time"
             )
         returned: list[Returned] = []

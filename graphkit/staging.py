@@ -21,7 +21,7 @@ import torch
 from graphkit.backends.base import Backend
 from graphkit.buffers import prefix, shape_at
 from graphkit.dims import Dim
-from graphkit.hostdata import encode, numpy_dtype, shown_by_numpy
+from graphkit.hostdata import encode, has_numpy, numpy_dtype, shown_by_numpy
 from graphkit.intake import Intake
 from graphkit.layout import Layout, Plan, Region, Slot, Staged
 from graphkit.pads import Fill, as_fed, host_fills, steps_of, tensor_fills
@@ -190,7 +190,9 @@ class Staging:
             padded = flat.view(numpy_dtype(spec.dtype)).reshape(tuple(region.tensor.shape))
             cuts: list[Any] = [slice(0, size) for size in plan.shapes[name]]
             rows = padded[(*cuts, ...)]
-            targets.append((name, rows, rows.dtype, rows.shape))
+            # Bits that stand for a type that NumPy lacks are nobody's own dtype.
+            dtype = rows.dtype if has_numpy(spec.dtype) else None
+            targets.append((name, rows, dtype, rows.shape))
             host[name] = padded
             fills.extend(host_fills(padded, rows.shape, as_fed(spec.pads), _encoder(spec.dtype)))
         header = array[: 4 * plan.header.size].view(np.int32)
@@ -219,11 +221,12 @@ class Staging:
         for name, target, dtype, shape in slot.targets:
             value: Any = values.get(name)
             kind = type(value)
+            array = value
             if kind is torch.Tensor and not (value.is_cuda or value.requires_grad):
-                value = shown_by_numpy(value)
-                kind = type(value)
-            if kind is np.ndarray and value.dtype is dtype and value.shape == shape:
-                target[...] = value
+                array = shown_by_numpy(value)
+                kind = type(array)
+            if kind is np.ndarray and array.dtype is dtype and array.shape == shape:
+                target[...] = array
             elif value is ON_DEVICE:
                 others = [*(others or ()), (name, None)]
             elif value is not ON_HOST:

@@ -107,6 +107,7 @@ class CudaCapture:
         self._generators = generators
         self._error_mode = error_mode
         self._segments: list[CudaGraph] = []
+        self._pooled: tuple[int, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
         self.resume()
 
@@ -120,7 +121,17 @@ class CudaCapture:
 
     def split(self) -> CudaGraph:
         """End the segment and run it, so that the eager code after it sees real values."""
-        segment = self._end_segment()
+        if not self._pooled:
+            self._pooled = _pooled_streams(torch.cuda.current_device())
+        side = _capturing_streams(self._pooled)
+        try:
+            segment = self._end_segment()
+        except RuntimeError as error:
+            if not side or "unjoined" not in str(error):
+                raise
+            # Which of them it is can't be asked any more.
+            names = ", ".join(f"{handle:#x}" for handle in side)
+            raise RuntimeError(f"unjoined work on side stream {names} ({error})") from error
         segment.replay()
         return segment
 
@@ -156,6 +167,36 @@ class CudaCapture:
         segment = CudaGraph(graph, _count_nodes(graph))
         self._segments.append(segment)
         return segment
+
+
+def _capturing_streams(handles: Iterable[int]) -> list[int]:
+    """Those of the streams that take part in the capture under way, besides the current one."""
+    current = torch.cuda.current_stream().cuda_stream
+    is_capturing = _driver().cuStreamIsCapturing
+    status = ctypes.c_int(0)
+    found = []
+    for handle in handles:
+        code = is_capturing(ctypes.c_void_p(handle), ctypes.byref(status))
+        if handle != current and code == 0 and status.value:
+            found.append(handle)
+    return found
+
+
+def _pooled_streams(index: int) -> tuple[int, ...]:
+    """The handles of the streams that torch gives out: 32 of each priority. It offers no list of them."""
+    handles: dict[int, None] = {}
+    for kind in (1, 2):
+        for number in range(32):
+            try:
+                stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                    stream_id=(number << 5) | (kind << 1) | 1, device_index=index, device_type=1
+                )
+            except (RuntimeError, TypeError):
+                return tuple(handles)
+            # The default stream may not be touched in a capture.
+            if stream.cuda_stream:
+                handles[stream.cuda_stream] = None
+    return tuple(handles)
 
 
 def _driver() -> ctypes.CDLL:
