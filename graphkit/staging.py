@@ -166,7 +166,10 @@ class Staging:
                 plan.device_fills[name] = tensor_fills(view, shape, pads, steps)
             elif name in self._direct and pads != buffer.spec.pads:
                 # The node leaves to producers what is theirs to pad; of this one it is staging.
-                plan.device_fills[name] = tensor_fills(view, shape, pads, steps_of(view, pads))
+                own = [
+                    p if p is not q else None for p, q in zip(pads, buffer.spec.pads, strict=True)
+                ]
+                plan.device_fills[name] = tensor_fills(view, shape, own, {})
         return plan
 
     def open_slot(self, plan: Plan) -> Slot:

@@ -27,10 +27,12 @@ _HOST_TO_DEVICE = 1
 class CudaGraph:
     """One instantiated CUDA graph."""
 
-    __slots__ = ("_graph", "num_nodes", "replay")
+    __slots__ = ("_graph", "_pool", "num_nodes", "replay")
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, num_nodes: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, num_nodes: int, pool: CudaPool) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        # Destroying the pool's anchor in a capture would invalidate it: the graphs keep it.
+        self._pool = pool
         self.num_nodes = num_nodes
         # The bound method of the C++ object: a wrapper here would be a tenth of the launch.
         self.replay: Any = graph.replay
@@ -101,7 +103,7 @@ class CudaCapture:
     """A capture under way on the current stream."""
 
     def __init__(
-        self, pool: Any, generators: Sequence[torch.Generator], error_mode: ErrorMode
+        self, pool: CudaPool, generators: Sequence[torch.Generator], error_mode: ErrorMode
     ) -> None:
         self._pool = pool
         self._generators = generators
@@ -116,7 +118,7 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for generator in self._generators:
             graph.register_generator_state(generator)
-        graph.capture_begin(pool=self._pool, capture_error_mode=self._error_mode)
+        graph.capture_begin(pool=self._pool.handle, capture_error_mode=self._error_mode)
         self._graph = graph
 
     def split(self) -> CudaGraph:
@@ -164,7 +166,7 @@ class CudaCapture:
             graph.capture_end()
         self._graph = None
         graph.instantiate()
-        segment = CudaGraph(graph, _count_nodes(graph))
+        segment = CudaGraph(graph, _count_nodes(graph), self._pool)
         self._segments.append(segment)
         return segment
 
@@ -182,6 +184,7 @@ def _capturing_streams(handles: Iterable[int]) -> list[int]:
     return found
 
 
+@functools.cache
 def _pooled_streams(index: int) -> tuple[int, ...]:
     """The handles of the streams that torch gives out: 32 of each priority. It offers no list of them."""
     handles: dict[int, None] = {}
@@ -199,10 +202,12 @@ def _pooled_streams(index: int) -> tuple[int, ...]:
     return tuple(handles)
 
 
+@functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@functools.cache
 def _runtime() -> ctypes.CDLL | None:
     major = (torch.version.cuda or "").partition(".")[0]
     try:
@@ -362,7 +367,7 @@ class CudaBackend:
         """Begin a capture on the current stream."""
         pool = as_pool(pool)
         pool.anchor()
-        return CudaCapture(pool.handle, generators, error_mode)
+        return CudaCapture(pool, generators, error_mode)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is capturing."""
