@@ -2,7 +2,8 @@
 
     python -m benchmarks.capture [--out results]
 
-Needs a CUDA device. The budget is the sum over buckets of one eager call and one call under capture with instantiation; the
+Needs a CUDA device. The budget is the sum over buckets of one eager call and one call under capture
+with instantiation; the
 loop is what people write: a warm-up and `torch.cuda.graph` for each bucket, in one pool, largest first.
 """
 

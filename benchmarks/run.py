@@ -21,7 +21,8 @@ def main() -> int:
     options = sys.argv[1:]
     if not torch.cuda.is_available() and "--quick" not in options:
         print(
-            "no CUDA device: the figures below are the CPU's, where graphs are recordings, for correctness and not speed"
+            "no CUDA device: the figures below are the CPU's, where graphs are recordings, for correctness "
+            "and not speed"
         )
     failed = []
     for module in MODULES:

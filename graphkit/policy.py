@@ -185,6 +185,14 @@ def _check_cost(instance: object, attribute: object, value: Any) -> None:
         raise SpecError(f"cost must be a function of a Bucket, got {value!r}")
 
 
+def _as_dims(value: object) -> tuple[Dim, ...]:
+    dims = tuple(value) if isinstance(value, Iterable) else (value,)
+    for dim in dims:
+        if not isinstance(dim, Dim):
+            raise SpecError(f"the further dims of a policy are Dims, got {dim!r}")
+    return dims
+
+
 @attrs.frozen
 class Policy:
     """The ordered routes of a runner. A batch that no route takes runs EAGER, with a reason.
@@ -195,6 +203,7 @@ class Policy:
         cost: of a bucket, less is better, among the buckets of one mode that accept a batch. By
             default the product of the padded sizes over the dims that vary among the policy's
             buckets; with one such dim that is least padding.
+        further_dims: dims that `dispatch` takes besides those of the buffers and the buckets.
 
     Raises:
         SpecError: what is given are no routes, or they have different variant axes, or two dims of
@@ -205,11 +214,16 @@ class Policy:
     cost: Callable[[Bucket], float] | None = attrs.field(
         default=None, kw_only=True, validator=_check_cost
     )
+    further_dims: tuple[Dim, ...] = attrs.field(default=(), kw_only=True, converter=_as_dims)
 
     @staticmethod
-    def eager() -> Policy:
-        """No graphs at all: for debugging, and to compare with."""
-        return Policy(())
+    def eager(*dims: Dim) -> Policy:
+        """No graphs at all: for debugging, and to compare with.
+
+        Args:
+            dims: what callers give to `dispatch` and no buffer has, so that they needn't change.
+        """
+        return Policy((), further_dims=dims)
 
     @staticmethod
     def full(buckets: Buckets) -> Policy:
@@ -242,8 +256,9 @@ class Policy:
 
     @property
     def dims(self) -> dict[str, Dim]:
-        """Every dim that the routes' sets know as an object, by name."""
-        return dims_by_name(dim for route in self.routes for dim in route.buckets.all_dims.values())
+        """Every dim that the policy knows as an object, by name."""
+        of_routes = (d for route in self.routes for d in route.buckets.all_dims.values())
+        return dims_by_name((*of_routes, *self.further_dims))
 
     def resolve(self, support: Support) -> tuple[Policy, tuple[Downgrade, ...]]:
         """The policy with no FULL route that `support` doesn't allow, and what was changed.

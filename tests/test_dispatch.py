@@ -56,6 +56,15 @@ def verify(**options: Any) -> Dispatcher:
 # -- the cases
 
 
+def test_an_eager_policy_takes_the_dims_that_it_is_told():
+    reqs, tokens = Dim("reqs", 8), Dim("tokens", 32)
+    dispatcher = Dispatcher(Policy.eager(tokens), [reqs])
+    answer = dispatcher.dispatch(reqs=3, tokens=12, query_len=4)
+    assert (answer.mode, dict(answer.sizes)) == (EAGER, {"reqs": 3, "tokens": 12})
+    with pytest.raises(SpecError, match="further dims of a policy are Dims, got 3"):
+        Policy.eager(3)
+
+
 def test_d1_a_prompt_of_four_tokens_is_no_decode():
     dispatcher = verify()
     prompt = dispatcher.dispatch(reqs=1, tokens=4)
