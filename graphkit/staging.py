@@ -213,9 +213,10 @@ class Staging:
         Raises:
             InputError: an input is missing, unknown, or of the wrong shape, dtype or device.
         """
-        index = (self._ring or self.ring).acquire()
+        ring = self._ring or self.ring
+        index = ring.acquire()
         slot = plan.slots[index] or self._make_slot(plan, index)
-        owners = self.ring.owners
+        owners = ring.owners
         is_new = owners[index] is not slot
         if is_new:
             # What is written from here on is given up if an input is wrong.
