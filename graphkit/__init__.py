@@ -46,7 +46,7 @@ from graphkit.errors import (
     StateError,
     UnreachableBucketWarning,
 )
-from graphkit.group import GraphGroup, State, Wrapped
+from graphkit.group import GraphGroup, State
 from graphkit.mutation import Scratch
 from graphkit.outputs import Output
 from graphkit.pads import by_producer, continue_, keep, relied, repeat_last
@@ -55,6 +55,7 @@ from graphkit.report import Report
 from graphkit.runner import GraphRunner
 from graphkit.stage import Stage
 from graphkit.step import Phase, Step, current_run
+from graphkit.wrap import Wrapped
 
 __version__ = "0.1.0"
 

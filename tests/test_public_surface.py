@@ -65,6 +65,7 @@ LAYERS = """
     stage
     bucket_graph
     runner
+    wrap
     group
     __init__
 """
