@@ -46,13 +46,14 @@ from graphkit.errors import (
     StateError,
     UnreachableBucketWarning,
 )
-from graphkit.group import GraphGroup, State
+from graphkit.group import GraphGroup
 from graphkit.mutation import Scratch
 from graphkit.outputs import Output
 from graphkit.pads import by_producer, continue_, keep, relied, repeat_last
 from graphkit.parameters import Count, Fed, Resident
 from graphkit.report import Report
 from graphkit.runner import GraphRunner
+from graphkit.shared import State
 from graphkit.stage import Stage
 from graphkit.step import Phase, Step, current_run
 from graphkit.wrap import Wrapped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,12 +19,10 @@ from graphkit.inference import Sample
 from graphkit.layout import Layout, Plan
 from graphkit.outputs import Tree
 from graphkit.piecewise import PiecewiseGraph
-from graphkit.recorders import Call, CaptureRecorder, WarmupRecorder
+from graphkit.recorders import CaptureRecorder, WarmupRecorder
+from graphkit.runner_core import RunnerCore
 from graphkit.step import Phase, Step, in_body, running
 from graphkit.watch import Fingerprint, WriteWatch, fingerprints
-
-if TYPE_CHECKING:
-    from graphkit.runner import GraphRunner
 
 
 class BucketGraph:
@@ -35,12 +33,11 @@ class BucketGraph:
         state: the dict that `prepare` finds as ``step.state``; it is new with each capture.
         samples: output path -> what was seen in warm-up.
         replays: how often the graph has run.
-        set_source: one function for each ring slot that makes the graph's own copy of the inputs read
-        it; None where the
-            copy is queued before the launch.
+        set_source: one function for each ring slot, which makes the graph's own copy of the inputs
+            read that slot; None where the copy is queued before the launch.
     """
 
-    def __init__(self, runner: GraphRunner, mode: Mode, bucket: Bucket) -> None:
+    def __init__(self, runner: RunnerCore, mode: Mode, bucket: Bucket) -> None:
         self.runner = runner
         self.mode = mode
         self.bucket = bucket
@@ -49,7 +46,6 @@ class BucketGraph:
         self.state: dict[Any, Any] = {}
         self.baked: dict[str, Any] = {}
         self.samples: dict[str, torch.Tensor] = {}
-        self.break_calls: list[Call] = []
         self.tree: Tree | None = None
         self.pool_outputs: dict[str, torch.Tensor] = {}
         self.replays = 0
@@ -133,7 +129,8 @@ class BucketGraph:
                     runner.note_undeclared(write)
             else:
                 result = session.warmup(call, as_capturing=as_capturing)
-        self.break_calls = breaks.calls if breaks is not None else []
+        if breaks is not None:
+            runner.break_calls[self.bucket] = breaks.calls
         tree = Tree(result, self.where)
         runner.results.check(tree, self.bucket.sizes, self.where)
         self.samples = {
@@ -226,7 +223,7 @@ class BucketGraph:
             session.pool,
             step,
             self.where,
-            self.break_calls,
+            runner.break_calls[self.bucket],
             runner.row_inference(self.where),
             {buffer.tensor.data_ptr(): buffer for buffer in runner.binding.buffers.values()},
             runner.declared_memory(self.layout),

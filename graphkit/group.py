@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
@@ -25,20 +24,11 @@ from graphkit.errors import ConcurrentRunError, SpecError, StateError, user_fram
 from graphkit.options import RunnerOptions
 from graphkit.report import GraphRow, Report, RunnerReport
 from graphkit.runner import GraphRunner
+from graphkit.shared import Shared, State
 from graphkit.wrap import Wrapped, default_policy
 
 CHECKED_VARIABLE = "GRAPHKIT_CHECKED"
 """Environment variable that, set to 1, makes groups checked by default."""
-
-
-class State(enum.Enum):
-    """What a group can do."""
-
-    NEW = "nothing is captured yet"
-    CAPTURED = "graphs are there"
-    SUSPENDED = "memory was released"
-    STALE = "graphs were invalidated"
-    CLOSED = "closed"
 
 
 class GraphGroup:
@@ -77,10 +67,10 @@ class GraphGroup:
             )
         self.backend = backend_for(device)
         self.device = self.backend.device
-        self.checked = os.environ.get(CHECKED_VARIABLE) == "1" if checked is None else checked
+        if checked is None:
+            checked = os.environ.get(CHECKED_VARIABLE) == "1"
+        self._shared = Shared(self.backend, checked=checked)
         self.buffers = Buffers(self.device)
-        self.lock = threading.Lock()
-        self.state = State.NEW
         self.capture_seconds = 0.0
         self._on_error = on_error
         self._stream = stream
@@ -89,9 +79,18 @@ class GraphGroup:
         self._error_mode: ErrorMode = capture_error_mode
         self._runners: dict[str, GraphRunner] = {}
         self._owners: dict[str, str] = {}
-        self.last_stream: int | None = None
         self._private: list[Buffers] = []
         self._messages: list[str] = []
+
+    @property
+    def state(self) -> State:
+        """What the group can do."""
+        return self._shared.state
+
+    @property
+    def checked(self) -> bool:
+        """Whether each run verifies what is otherwise trusted."""
+        return self._shared.checked
 
     # -- runners ----------------------------------------------------------------------------------
 
@@ -183,7 +182,7 @@ class GraphGroup:
                 raise SpecError(
                     f"runner {name!r} got {option}={value!r}, which is no option; the options are {', '.join(known)}"
                 )
-        runner = GraphRunner(self, name, fn, policy, RunnerOptions(**options), buffers)
+        runner = GraphRunner(self._shared, name, fn, policy, RunnerOptions(**options), buffers)
         used = (*runner.binding.buffers.values(), *runner.results.buffers)
         packed = [buffer for buffer in used if buffer.spec.moves]
         for buffer in packed:
@@ -285,9 +284,9 @@ class GraphGroup:
             session.flush()
             for entry in warmed:
                 if self._attempt(entry, lambda e: e.capture(session), bar, failures):
-                    entry.runner.mark_captured(entry)
+                    self._runners[entry.runner.name].mark_captured(entry)
         # The caller's stream is ordered after the session; a run on another one has to wait for it.
-        self.last_stream = self.backend.stream_key()
+        self._shared.last_stream = self.backend.stream_key()
         captured = any(runner.dispatcher.captured for runner in self.runners)
         self._set_state(State.CAPTURED if captured else State.NEW)
         if failures:
@@ -363,7 +362,7 @@ class GraphGroup:
         for buffers in (self.buffers, *self._private):
             buffers.forget()
         self._pool = None
-        self.last_stream = None
+        self._shared.last_stream = None
         self.backend.empty_cache()
 
     def check_addresses(self) -> None:
@@ -372,34 +371,19 @@ class GraphGroup:
             runner.check_addresses()
 
     def _set_state(self, state: State) -> None:
-        self.state = state
+        self._shared.state = state
         reason = {State.SUSPENDED: Reason.SUSPENDED, State.STALE: Reason.STALE}.get(state)
         for runner in self.runners:
             runner.dispatcher.set_reason(reason)
-
-    def check_runnable(self, name: str) -> None:
-        """Raise a `StateError` unless runs are possible."""
-        if self.state is State.CLOSED:
-            raise StateError(f"runner {name!r}: the group is closed; make a new GraphGroup")
-        if self.state is State.SUSPENDED:
-            raise StateError(
-                f"runner {name!r}: the group's memory is released; call capture() before running again"
-            )
 
     def _check_open(self) -> None:
         if self.state is State.CLOSED:
             raise StateError("the group is closed; make a new GraphGroup")
 
     def _exclusive(self, what: str) -> AbstractContextManager[None]:
-        return _Exclusive(self.lock, what)
+        return _Exclusive(self._shared.lock, what)
 
     # -- running ----------------------------------------------------------------------------------
-
-    def order_on_stream(self) -> None:
-        """The current stream is another than that of the group's last launch: order it after that."""
-        if self.last_stream is not None:
-            self.backend.wait_for(self.last_stream)
-        self.last_stream = self.backend.stream_key()
 
     def report(self) -> Report:
         """What is captured, what ran, and what fell back."""

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
+from graphkit.bucket import Bucket
 from graphkit.buffers import Buffer, prefix, shape_at
 from graphkit.dims import Dim
 from graphkit.dispatch import Dispatch
 from graphkit.errors import SpecError
-from graphkit.inference import infer_shape
+from graphkit.inference import Sample, infer_shape
 from graphkit.leases import Lease, with_lease
 from graphkit.outputs import Output, StaticOutput, Tree, check_leaf
+from graphkit.shared import Shared
 
-if TYPE_CHECKING:
-    from graphkit.bucket_graph import BucketGraph
+
+class Observed(Protocol):
+    """What is known of one bucket's outputs."""
+
+    where: str
+    bucket: Bucket
+    samples: dict[str, torch.Tensor]
+    tree: Tree | None
+    pool_outputs: dict[str, torch.Tensor]
+
+    def sample(self, path: str) -> Sample:
+        """What inference is told of one output."""
 
 
 class Results:
@@ -25,7 +37,6 @@ class Results:
 
     Attributes:
         outputs: path -> `Output`; what isn't declared is added by `settle`.
-        generation: how often a run of the group has begun; the leases of outputs in the pool are judged by it.
     """
 
     def __init__(
@@ -33,20 +44,14 @@ class Results:
         runner: str,
         declared: Mapping[str, Output],
         largest: Mapping[str, int],
-        device: torch.device,
-        host_empty: Callable[[int], torch.Tensor],
-        *,
-        checked: bool,
+        shared: Shared,
     ) -> None:
         self._runner = runner
         self._declared = dict(declared)
         self._largest = largest
-        self._device = device
-        self._host_empty = host_empty
-        self._checked = checked
+        self._shared = shared
         self._static: dict[str, StaticOutput] = {}
         self.outputs: dict[str, Output] = dict(declared)
-        self.generation = 0
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +78,10 @@ class Results:
         static = self._static.get(path)
         if static is None:
             static = self._static[path] = StaticOutput(
-                self.outputs[path], self._largest, self._device, self._host_empty
+                self.outputs[path],
+                self._largest,
+                self._shared.backend.device,
+                self._shared.backend.host_empty,
             )
         return static
 
@@ -93,7 +101,7 @@ class Results:
 
     def settle(
         self,
-        seen: Sequence[BucketGraph],
+        seen: Sequence[Observed],
         dims: Iterable[Dim],
         uniform: Mapping[tuple[str, str], int],
     ) -> None:
@@ -149,7 +157,7 @@ class Results:
 
     # -- at a run ---------------------------------------------------------------------------------
 
-    def views(self, dispatch: Dispatch, entry: BucketGraph, *, clone: bool) -> Any:
+    def views(self, dispatch: Dispatch, entry: Observed, *, clone: bool) -> Any:
         """What the caller gets of a replay: the valid region of each output."""
         tree = entry.tree
         if tree is None:
@@ -199,9 +207,9 @@ class Results:
         if clone:
             with torch.no_grad():
                 return view.clone()
-        if not self._checked:
+        if not self._shared.checked:
             return view
-        memory: Any = self
+        memory: Any = self._shared
         if self.outputs[path].to != "pool":
             memory = self._static[path].buffer or self._static[path]
         what = f"runner {self._runner!r}, output {path or 'value'!r}"

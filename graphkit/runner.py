@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,33 +12,21 @@ from torch.utils import _pytree as pytree
 
 from graphkit.bucket_graph import BucketGraph
 from graphkit.buckets import Bucket
-from graphkit.buffers import Buffers, shape_text
-from graphkit.dims import Affine, Dim, dims_by_name
-from graphkit.dispatch import PIECEWISE, Dispatch, Dispatcher, Mode, Policy
+from graphkit.buffers import Buffers
+from graphkit.dispatch import PIECEWISE, Dispatch, Mode, Policy
 from graphkit.errors import (
-    CaptureWarning,
     ConcurrentRunError,
-    DowngradeWarning,
     InputError,
-    SpecError,
     StateError,
 )
-from graphkit.example import default_example
 from graphkit.layout import Plan
-from graphkit.mutation import preserve
 from graphkit.options import RunnerOptions
-from graphkit.outputs import Output, as_outputs, output_dims
-from graphkit.parameters import Binding, bind
 from graphkit.piecewise import launcher
-from graphkit.results import Results
-from graphkit.rows import RowInference
+from graphkit.runner_core import RunnerCore
+from graphkit.shared import Shared
 from graphkit.stage import Stage
-from graphkit.staging import Staging
 from graphkit.step import Phase, Step, in_body, running
-from graphkit.watch import ExternalWrite, Fingerprint, check_fingerprints
-
-if TYPE_CHECKING:
-    from graphkit.group import GraphGroup
+from graphkit.watch import Fingerprint, check_fingerprints
 
 
 class RunPlan:
@@ -57,7 +44,7 @@ class RunPlan:
         self.launch: Callable[[], None] = launcher((), None) if entry is None else entry.launch
 
 
-class GraphRunner:
+class GraphRunner(RunnerCore):
     """One function that is captured for buckets and replayed for batches. Made by `GraphGroup.runner`.
 
     Attributes:
@@ -67,98 +54,20 @@ class GraphRunner:
 
     def __init__(
         self,
-        group: GraphGroup,
+        shared: Shared,
         name: str,
         fn: Callable[..., Any],
         policy: Policy,
         options: RunnerOptions,
         buffers: Buffers,
     ) -> None:
-        self.name = name
-        self.fn = fn
-        self.options = options
-        self.backend = group.backend
-        self._group = group
-        self._buffers = buffers
-        self.policy, self.downgrades = policy.resolve(options.supports)
-        for downgrade in self.downgrades:
-            warnings.warn(f"runner {name!r}: {downgrade}", DowngradeWarning, stacklevel=4)
-        axes = [route.variants.axes for route in policy.routes if route.variants is not None]
-        variants = list(dict.fromkeys(axis for route_axes in axes for axis in route_axes))
-        self.binding: Binding = bind(
-            fn,
-            buffers,
-            inputs=options.inputs,
-            variants=variants,
-            has_prepare=options.prepare is not None or options.prepare_host is not None,
-        )
-        if self.binding.by_prepare and options.prepare is None:
-            raise SpecError(
-                f"runner {name!r}: {', '.join(self.binding.by_prepare)} must come from prepare, and there "
-                "is only prepare_host"
-            )
-        declared = as_outputs(options.outputs)
-        used = [d for b in self.binding.buffers.values() for d in b.spec.dims]
-        used += [*self.binding.counts.values(), *self.policy.dims.values()]
-        self.dims: Mapping[str, Dim] = dims_by_name([*used, *output_dims(declared)])
-        self._check_factors(declared)
-        self.dispatcher = Dispatcher(
-            self.policy, self.dims, captured=(), strict=options.strict, name=name
-        )
+        super().__init__(shared, name, fn, policy, options, buffers)
         self.dispatch: Callable[..., Dispatch] = self.dispatcher.dispatch
-        self.staging = Staging(
-            name,
-            self.backend,
-            self.binding,
-            tuple(self.dispatcher.dims.values()),
-            ring_depth=options.ring_depth,
-            checked=group.checked,
-            writes_host=options.prepare_host is not None,
-        )
-        largest = {
-            name: max((bucket.sizes[name] for _, bucket in self.dispatcher.graphs), default=0)
-            for name in self.dispatcher.dims
-        }
-        self.results = Results(
-            name,
-            declared,
-            largest,
-            self.backend.device,
-            self.backend.host_empty,
-            checked=group.checked,
-        )
-        self.moves_in_graph = self.staging.has_span and self.backend.copies_in_graph
+        self.eager_runs = 0
         self._stream_key = self.backend.stream_key
-        self.has_prepare = options.prepare is not None
-        self.watches_writes = group.checked or self.backend.name == "recording"
         self._entries: dict[tuple[Mode, Bucket], BucketGraph] = {}
         self._plans: dict[Dispatch, RunPlan] = {}
         self._pending: Stage | None = None
-        self._noted: set[str] = set()
-        self.eager_runs = 0
-
-    # -- construction -----------------------------------------------------------------------------
-
-    def _check_factors(self, outputs: Mapping[str, Output]) -> None:
-        """A factor is a uniform query length, or its rows are interleaved; else real rows are no prefix."""
-        lengths = {
-            (route.buckets.tied[0], route.buckets.query_len)
-            for route in self.policy.routes
-            if route.buckets.tied is not None and route.buckets.query_len is not None
-        }
-        shapes = {f"buffer {b.name!r}": b.spec.shape for b in self.binding.buffers.values()}
-        shapes |= {f"output {path!r}": output.shape for path, output in outputs.items()}
-        for what, shape in shapes.items():
-            for extent in shape:
-                if not isinstance(extent, Affine) or extent.factor == 1 or extent.interleaved:
-                    continue
-                if (extent.dim.name, extent.factor) not in lengths:
-                    raise SpecError(
-                        f"runner {self.name!r}: {what} of shape {shape_text(shape)} has {extent.factor} "
-                        "rows for each of "
-                        f"{extent.dim.name!r}, whose real rows are a prefix only if they sit side by side: write "
-                        f"gk.interleaved({extent}) if they do, or give the axis a dim of its own"
-                    )
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -194,8 +103,8 @@ class GraphRunner:
         """
         if inputs is not None:
             named = inputs if type(inputs) is dict and not named else self._merged(inputs, named)
-        group = self._group
-        if not group.lock.acquire(False):
+        shared = self.shared
+        if not shared.lock.acquire(False):
             raise ConcurrentRunError(
                 f"runner {self.name!r}: a run or capture of its group is under way, in another thread or "
                 "around this call; "
@@ -205,15 +114,15 @@ class GraphRunner:
             plan = self._plans.get(dispatch)
             if plan is None:
                 plan = self._make_plan(dispatch)
-            if self._stream_key() != group.last_stream:
-                group.order_on_stream()
+            if self._stream_key() != shared.last_stream:
+                shared.order_on_stream()
             if self._pending is not None:
                 named = self._take_stage(dispatch, named)
             staged = self.staging.write(plan.plan, named)
             if plan.entry is None:
                 return self._run_eager(plan, staged, context, clone)
             entry = plan.entry
-            if group.checked or entry.replays == 0:
+            if shared.checked or entry.replays == 0:
                 self._check_before_replay(entry)
             step = plan.step
             if step is not None:
@@ -222,7 +131,7 @@ class GraphRunner:
                 if self.options.prepare_host is not None:
                     with running(step):
                         self.options.prepare_host(step)
-            if group.checked:
+            if shared.checked:
                 self.end_leases(replay=True)
             if entry.set_source is None:
                 self.staging.move(plan.plan, staged)
@@ -247,7 +156,7 @@ class GraphRunner:
             entry.replays += 1
             return self._result(plan, entry, clone)
         finally:
-            group.lock.release()
+            shared.lock.release()
 
     @contextlib.contextmanager
     def stage(self, dispatch: Dispatch) -> Iterator[Stage]:
@@ -256,8 +165,8 @@ class GraphRunner:
         What was asked for from `s.host` or `s.views` counts as given to the next `run` of this dispatch; other inputs
         are given to `run` as ever. A block left by an exception stages nothing.
         """
-        group = self._group
-        if not group.lock.acquire(blocking=False):
+        shared = self.shared
+        if not shared.lock.acquire(blocking=False):
             raise ConcurrentRunError(f"runner {self.name!r}: a run of its group is under way")
         try:
             plan = self._plans.get(dispatch) or self._make_plan(dispatch)
@@ -266,7 +175,7 @@ class GraphRunner:
             host = {name: target for name, target, _, _ in slot.targets}
             stage = Stage(dispatch, host, plan.plan.rows)
         finally:
-            group.lock.release()
+            shared.lock.release()
         yield stage
         stage.check(self.name)
         self._pending = stage
@@ -288,7 +197,7 @@ class GraphRunner:
         return {**inputs, **named}
 
     def _make_plan(self, dispatch: Dispatch) -> RunPlan:
-        self._group.check_runnable(self.name)
+        self.shared.check_runnable(self.name)
         if not isinstance(dispatch, Dispatch):
             raise InputError(
                 f"runner {self.name!r}: run() takes what dispatch() answered, got {dispatch!r}"
@@ -333,23 +242,6 @@ class GraphRunner:
                 f"{entry.where}: {difference}; run under the modes of the capture, or capture under these"
             )
 
-    def prepare(self, step: Step) -> dict[str, Any]:
-        """Call prepare, and check that it made what the function needs."""
-        prepare = self.options.prepare
-        if prepare is None:
-            return {}
-        with running(step):
-            made = prepare(step)
-        made = dict(made or {})
-        for name in self.binding.by_prepare:
-            if name not in made:
-                raise SpecError(
-                    f"runner {self.name!r}: the function needs {name!r}, and prepare returned "
-                    f"{', '.join(made) or 'nothing'}"
-                )
-        step.prepared = made
-        return made
-
     def _prepare_replay(self, step: Step, entry: BucketGraph) -> None:
         prepare = self.options.prepare
         if prepare is None:
@@ -358,7 +250,7 @@ class GraphRunner:
             made = prepare(step)
         step.prepared = entry.baked if made is None else dict(made)
         # Between segments what prepare returned is live, and so may differ from step to step.
-        if made is not None and self._group.checked and entry.mode is not PIECEWISE:
+        if made is not None and self.shared.checked and entry.mode is not PIECEWISE:
             self._check_baked(made, entry)
 
     def _check_baked(self, made: Mapping[str, Any], entry: BucketGraph) -> None:
@@ -377,7 +269,7 @@ class GraphRunner:
         if self.options.prepare_host is not None:
             with running(step):
                 self.options.prepare_host(step)
-        if self._group.checked:
+        if self.shared.checked:
             self.end_leases(replay=False)
         with torch.no_grad():
             self.staging.move(plan.plan, staged)
@@ -397,7 +289,7 @@ class GraphRunner:
             return self.results.bind_eager(plan.dispatch, result, clone=clone)
 
     def _result(self, plan: RunPlan, entry: BucketGraph, clone: bool) -> Any:
-        if clone or self._group.checked:
+        if clone or self.shared.checked:
             if clone and self.results.any_on_host:
                 self.backend.synchronize()
             return self.results.views(plan.dispatch, entry, clone=clone)
@@ -410,17 +302,6 @@ class GraphRunner:
         ):
             plan.result = result
         return result
-
-    # -- leases -----------------------------------------------------------------------------------
-
-    def end_leases(self, *, replay: bool) -> None:
-        """What this run writes or pads can't be read any more as what an earlier run left."""
-        if replay:
-            for runner in self._group.runners:
-                runner.results.generation += 1
-        for buffer in self.binding.buffers.values():
-            buffer.generation += 1
-        self.results.end_leases(replay=replay)
 
     # -- capture, called by the group -------------------------------------------------------------
 
@@ -436,77 +317,11 @@ class GraphRunner:
                 self._entries[mode, bucket] = BucketGraph(self, mode, bucket)
         return tuple(self._entries.values())
 
-    def example_batch(
-        self, bucket: Bucket, variation: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The example batch of a bucket: fed inputs, resident contents."""
-        ties = [route.buckets.tied for route in self.policy.routes if route.buckets.tied]
-        values = default_example(self.binding.buffers, bucket.sizes, ties, variation)
-        if self.options.example is not None:
-            given = dict(self.options.example(bucket))
-            unknown = given.keys() - values.keys()
-            if unknown:
-                raise SpecError(
-                    f"runner {self.name!r}: example gave {', '.join(sorted(unknown))}; its inputs are "
-                    f"{', '.join(values)}"
-                )
-            values.update(given)
-        fed = {name: values[name] for name in self.binding.fed}
-        return fed, {name: values[name] for name in self.binding.resident}
-
-    def preserved(self) -> contextlib.AbstractContextManager[None]:
-        """Leave declared state as it was."""
-        return preserve(self.options.mutates)
-
-    def declared_memory(self, layout: Any) -> list[torch.Tensor]:
-        """All tensors whose storage the function may write without further notice."""
-        tensors = [*layout.views.values(), self.staging.span]
-        tensors.extend(buffer.tensor for buffer in self.results.buffers)
-        # A break's `out` is any buffer of the group's.
-        tensors.extend(buffer.tensor for buffer in self._buffers if buffer.is_allocated)
-        for item in self.options.mutates:
-            tensors.append(item if isinstance(item, torch.Tensor) else item.tensor)
-        return tensors
-
-    def note_undeclared(self, write: ExternalWrite) -> None:
-        """Warn, once for each place, of a write to state that is not declared."""
-        text = str(write)
-        if text not in self._noted:
-            self._noted.add(text)
-            self.warn(
-                f"runner {self.name!r}: {text}, memory from outside that isn't declared: warm-up has "
-                "changed it. Name it in mutates="
-            )
-
-    def warn(self, message: str) -> None:
-        """Give a `CaptureWarning`."""
-        warnings.warn(message, CaptureWarning, stacklevel=2)
-
     def settle_outputs(self) -> None:
         """Infer what isn't declared from the warm-ups of all buckets, and allocate the static outputs."""
         seen = [entry for entry in self._entries.values() if entry.samples]
-        self.results.settle(seen, self.dispatcher.dims.values(), self._uniform_lengths())
-        self._check_factors(self.results.outputs)
-
-    def row_inference(self, where: str) -> RowInference:
-        """Which dims the tensors of breaks have, judged over the warm-ups of all PIECEWISE buckets."""
-        warmups = [
-            (entry.bucket, entry.break_calls)
-            for entry in self._entries.values()
-            if entry.mode is PIECEWISE and entry.break_calls
-        ]
-        return RowInference(where, warmups, self.dispatcher.dims.values(), self._uniform_lengths())
-
-    def _uniform_lengths(self) -> dict[tuple[str, str], int]:
-        found: dict[tuple[str, str], int] = {}
-        for route in self.policy.routes:
-            tied, length = route.buckets.tied, route.buckets.query_len
-            if tied is None or length is None:
-                return {}
-            reqs, tokens = tied
-            if found.setdefault((tokens, reqs), length) != length:
-                return {}
-        return found
+        self.results.settle(seen, self.dispatcher.dims.values(), self.uniform_lengths())
+        self.check_factors(self.results.outputs)
 
     def mark_captured(self, entry: BucketGraph) -> None:
         """A graph of this runner is there: dispatch to it."""

@@ -221,7 +221,7 @@ def test_waiting_runs_are_refused_not_queued(group):
     inside, done = threading.Event(), threading.Event()
 
     def hold():
-        with group.lock:
+        with group._shared.lock:
             inside.set()
             done.wait(10)
 

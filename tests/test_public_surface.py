@@ -55,7 +55,7 @@ LAYERS = """
     ranking dispatch_call
     dispatch
     backends
-    step mutation watch leases ambient ring
+    step mutation watch leases ambient ring shared
     breaks inference parameters layout example
     rows intake
     piecewise outputs unpack_triton
@@ -63,6 +63,7 @@ LAYERS = """
     recorders
     capture staging results options report
     stage
+    runner_core
     bucket_graph
     runner
     wrap

@@ -105,7 +105,7 @@ def test_o2_reading_an_output_that_a_run_has_overwritten_raises(device, to, read
 def test_o2_a_clone_stays_intact(device, to, checked):
     """With clone=True the tensor is the caller's (pytorch#148439)."""
     group, runner, _ = leased(device, to)
-    group.checked = checked
+    group._shared.checked = checked
     group.capture()
     y1 = runner.run(runner.dispatch(batch=2), x=rows(2), clone=True)
     runner.run(runner.dispatch(batch=3), x=rows(3, 50.0))

@@ -1,0 +1,211 @@
+"""What a runner is made of, settled at its construction: what its buckets need to be captured and run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphkit.buckets import Bucket
+from graphkit.buffers import Buffers, shape_text
+from graphkit.dims import Affine, Dim, dims_by_name
+from graphkit.dispatch import Dispatcher, Policy
+from graphkit.errors import CaptureWarning, DowngradeWarning, SpecError
+from graphkit.example import default_example
+from graphkit.mutation import preserve
+from graphkit.options import RunnerOptions
+from graphkit.outputs import Output, as_outputs, output_dims
+from graphkit.parameters import Binding, bind
+from graphkit.recorders import Call
+from graphkit.results import Results
+from graphkit.rows import RowInference
+from graphkit.shared import Shared
+from graphkit.staging import Staging
+from graphkit.step import Step, running
+from graphkit.watch import ExternalWrite
+
+
+class RunnerCore:
+    """The function of a runner with its policy, its inputs and its outputs, but without graphs.
+
+    Attributes:
+        name: for messages and the report.
+        break_calls: PIECEWISE bucket -> the break calls that its warm-up saw.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        name: str,
+        fn: Callable[..., Any],
+        policy: Policy,
+        options: RunnerOptions,
+        buffers: Buffers,
+    ) -> None:
+        self.name = name
+        self.fn = fn
+        self.options = options
+        self.backend = shared.backend
+        self.shared = shared
+        self._buffers = buffers
+        self.policy, self.downgrades = policy.resolve(options.supports)
+        for downgrade in self.downgrades:
+            warnings.warn(f"runner {name!r}: {downgrade}", DowngradeWarning, stacklevel=4)
+        axes = [route.variants.axes for route in policy.routes if route.variants is not None]
+        variants = list(dict.fromkeys(axis for route_axes in axes for axis in route_axes))
+        self.binding: Binding = bind(
+            fn,
+            buffers,
+            inputs=options.inputs,
+            variants=variants,
+            has_prepare=options.prepare is not None or options.prepare_host is not None,
+        )
+        if self.binding.by_prepare and options.prepare is None:
+            raise SpecError(
+                f"runner {name!r}: {', '.join(self.binding.by_prepare)} must come from prepare, and there "
+                "is only prepare_host"
+            )
+        declared = as_outputs(options.outputs)
+        used = [d for b in self.binding.buffers.values() for d in b.spec.dims]
+        used += [*self.binding.counts.values(), *self.policy.dims.values()]
+        self.dims: Mapping[str, Dim] = dims_by_name([*used, *output_dims(declared)])
+        self.check_factors(declared)
+        self.dispatcher = Dispatcher(
+            self.policy, self.dims, captured=(), strict=options.strict, name=name
+        )
+        self.staging = Staging(
+            name,
+            self.backend,
+            self.binding,
+            tuple(self.dispatcher.dims.values()),
+            ring_depth=options.ring_depth,
+            checked=shared.checked,
+            writes_host=options.prepare_host is not None,
+        )
+        largest = {
+            name: max((bucket.sizes[name] for _, bucket in self.dispatcher.graphs), default=0)
+            for name in self.dispatcher.dims
+        }
+        self.results = Results(
+            name,
+            declared,
+            largest,
+            shared,
+        )
+        self.moves_in_graph = self.staging.has_span and self.backend.copies_in_graph
+        self.has_prepare = options.prepare is not None
+        self.watches_writes = shared.checked or self.backend.name == "recording"
+        self._noted: set[str] = set()
+        self.break_calls: dict[Bucket, list[Call]] = {}
+
+    def check_factors(self, outputs: Mapping[str, Output]) -> None:
+        """A factor is a uniform query length, or its rows are interleaved; else real rows are no prefix."""
+        lengths = {
+            (route.buckets.tied[0], route.buckets.query_len)
+            for route in self.policy.routes
+            if route.buckets.tied is not None and route.buckets.query_len is not None
+        }
+        shapes = {f"buffer {b.name!r}": b.spec.shape for b in self.binding.buffers.values()}
+        shapes |= {f"output {path!r}": output.shape for path, output in outputs.items()}
+        for what, shape in shapes.items():
+            for extent in shape:
+                if not isinstance(extent, Affine) or extent.factor == 1 or extent.interleaved:
+                    continue
+                if (extent.dim.name, extent.factor) not in lengths:
+                    raise SpecError(
+                        f"runner {self.name!r}: {what} of shape {shape_text(shape)} has {extent.factor} "
+                        "rows for each of "
+                        f"{extent.dim.name!r}, whose real rows are a prefix only if they sit side by side: write "
+                        f"gk.interleaved({extent}) if they do, or give the axis a dim of its own"
+                    )
+
+    def prepare(self, step: Step) -> dict[str, Any]:
+        """Call prepare, and check that it made what the function needs."""
+        prepare = self.options.prepare
+        if prepare is None:
+            return {}
+        with running(step):
+            made = prepare(step)
+        made = dict(made or {})
+        for name in self.binding.by_prepare:
+            if name not in made:
+                raise SpecError(
+                    f"runner {self.name!r}: the function needs {name!r}, and prepare returned "
+                    f"{', '.join(made) or 'nothing'}"
+                )
+        step.prepared = made
+        return made
+
+    def end_leases(self, *, replay: bool) -> None:
+        """What this run writes or pads can't be read any more as what an earlier run left."""
+        if replay:
+            self.shared.generation += 1
+        for buffer in self.binding.buffers.values():
+            buffer.generation += 1
+        self.results.end_leases(replay=replay)
+
+    def example_batch(
+        self, bucket: Bucket, variation: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The example batch of a bucket: fed inputs, resident contents."""
+        ties = [route.buckets.tied for route in self.policy.routes if route.buckets.tied]
+        values = default_example(self.binding.buffers, bucket.sizes, ties, variation)
+        if self.options.example is not None:
+            given = dict(self.options.example(bucket))
+            unknown = given.keys() - values.keys()
+            if unknown:
+                raise SpecError(
+                    f"runner {self.name!r}: example gave {', '.join(sorted(unknown))}; its inputs are "
+                    f"{', '.join(values)}"
+                )
+            values.update(given)
+        fed = {name: values[name] for name in self.binding.fed}
+        return fed, {name: values[name] for name in self.binding.resident}
+
+    def preserved(self) -> contextlib.AbstractContextManager[None]:
+        """Leave declared state as it was."""
+        return preserve(self.options.mutates)
+
+    def declared_memory(self, layout: Any) -> list[torch.Tensor]:
+        """All tensors whose storage the function may write without further notice."""
+        tensors = [*layout.views.values(), self.staging.span]
+        tensors.extend(buffer.tensor for buffer in self.results.buffers)
+        # A break's `out` is any buffer of the group's.
+        tensors.extend(buffer.tensor for buffer in self._buffers if buffer.is_allocated)
+        for item in self.options.mutates:
+            tensors.append(item if isinstance(item, torch.Tensor) else item.tensor)
+        return tensors
+
+    def note_undeclared(self, write: ExternalWrite) -> None:
+        """Warn, once for each place, of a write to state that is not declared."""
+        text = str(write)
+        if text not in self._noted:
+            self._noted.add(text)
+            self.warn(
+                f"runner {self.name!r}: {text}, memory from outside that isn't declared: warm-up has "
+                "changed it. Name it in mutates="
+            )
+
+    def warn(self, message: str) -> None:
+        """Give a `CaptureWarning`."""
+        warnings.warn(message, CaptureWarning, stacklevel=2)
+
+    def row_inference(self, where: str) -> RowInference:
+        """Which dims the tensors of breaks have, judged over the warm-ups of all PIECEWISE buckets."""
+        warmups = list(self.break_calls.items())
+        return RowInference(where, warmups, self.dispatcher.dims.values(), self.uniform_lengths())
+
+    def uniform_lengths(self) -> dict[tuple[str, str], int]:
+        """(tokens, requests) -> query length, where every batch that can be captured has that one."""
+        found: dict[tuple[str, str], int] = {}
+        for route in self.policy.routes:
+            tied, length = route.buckets.tied, route.buckets.query_len
+            if tied is None or length is None:
+                return {}
+            reqs, tokens = tied
+            if found.setdefault((tokens, reqs), length) != length:
+                return {}
+        return found
