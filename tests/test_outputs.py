@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphkit as gk
+from graphkit.backends import backend_for
 from graphkit.buffers import shape_at
 from graphkit.inference import Sample, infer_shape
 from graphkit.outputs import StaticOutput, Tree, as_outputs, bound_to, check_leaf
 from graphkit.results import Results
+from graphkit.shared import Shared
 from tests.properties.bounds import examples
 
 reqs, tokens = gk.Dim("reqs", 16), gk.Dim("tokens", 64)
@@ -244,7 +246,8 @@ def test_a_buffer_s_memory_is_its_own():
 
 def test_results_name_what_is_missing():
     declared = {"y": gk.Output((reqs,), torch.float32)}
-    results = Results("r", declared, {"reqs": 4}, CPU, host, checked=False)
+    shared = Shared(backend_for("cpu"), checked=False)
+    results = Results("r", declared, {"reqs": 4}, shared)
     with pytest.raises(
         gk.SpecError, match=r"it: outputs declares 'y', and the function returns 'z'"
     ):
