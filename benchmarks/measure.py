@@ -44,7 +44,7 @@ def step_us(
 
 
 def interleaved_us(
-    steps: Mapping[str, Callable[[int], object]], *, number: int = 400, rounds: int = 5
+    steps: Mapping[str, Callable[[int], object]], *, number: int = 400, rounds: int = 15
 ) -> dict[str, dict[str, float]]:
     """`step_us` of several ways, taken in turns so that a drift of the machine meets them all.
 
@@ -54,7 +54,7 @@ def interleaved_us(
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            seen[name].append(step_us(step, number=number // rounds))
+            seen[name].append(step_us(step, number=max(number // rounds, 3), warmup=10))
     return {
         name: {
             "host_us": statistics.median(host for host, _ in pairs),

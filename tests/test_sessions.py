@@ -58,7 +58,7 @@ def test_over_ones_own_function_buffers_stream_and_pool(device):
     assert isinstance(captured, gk.Captured)
     assert session.stream is own_stream
     if device == "cuda":
-        assert session.pool == own_pool
+        assert session.pool.handle == own_pool
         assert seen == [own_stream.cuda_stream] * 2
     for start in range(3):
         static.copy_(torch.arange(start, start + 4.0))
@@ -239,6 +239,8 @@ def test_a_session_is_entered_before_it_is_used(device):
 
 
 def test_a_session_cannot_begin_inside_a_capture(device):
+    gc.collect()  # from Python 3.12 on the first one freezes what is immortal
+    frozen = gc.get_freeze_count()
     static = torch.ones(2, device=device)
 
     def fn() -> torch.Tensor:
@@ -250,7 +252,7 @@ def test_a_session_cannot_begin_inside_a_capture(device):
         captured = session.capture(fn)
     captured.replay()
     assert captured.result.tolist() == [2, 2]
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == frozen
 
 
 # -- progress --------------------------------------------------------------------------------------

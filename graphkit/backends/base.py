@@ -134,7 +134,10 @@ class Backend(Protocol):
         """The same memory without a claim on it: a pool may give it to others when its owners are gone."""
 
     def empty_in(self, pool: Any, like: torch.Tensor) -> torch.Tensor:
-        """Contiguous memory of the pool, of the shape and dtype of `like`; not inside a capture."""
+        """Memory of the pool, of the shape, strides and dtype of `like`; not inside a capture.
+
+        Code after it may choose its kernels by the strides, as compiled code does.
+        """
 
     def sources(
         self, graph: Graph, target: torch.Tensor, sources: Sequence[torch.Tensor]

@@ -111,7 +111,15 @@ class CudaCapture:
         self._segments: list[CudaGraph] = []
         self._pooled: tuple[int, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.resume()
+        # An empty graph is reported by the session, with the names of runner and bucket.
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        try:
+            self.resume()
+        except BaseException:
+            self._quiet.__exit__(None, None, None)
+            raise
 
     def resume(self) -> None:
         """Begin a segment."""
@@ -139,7 +147,9 @@ class CudaCapture:
 
     def end(self) -> CudaGraph:
         """End the last segment."""
-        return self._end_segment()
+        segment = self._end_segment()
+        self._quiet.__exit__(None, None, None)
+        return segment
 
     def abort(self) -> None:
         """Leave streams, allocator and generators as before the capture, whatever state it is in."""
@@ -155,15 +165,13 @@ class CudaCapture:
         for segment in self._segments:
             segment.release()
         self._segments.clear()
+        self._quiet.__exit__(None, None, None)
 
     def _end_segment(self) -> CudaGraph:
         graph = self._graph
         if graph is None:
             raise StateError("no segment is under capture")
-        with warnings.catch_warnings():
-            # An empty graph is reported by the session, with the names of runner and bucket.
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
+        graph.capture_end()
         self._graph = None
         graph.instantiate()
         segment = CudaGraph(graph, _count_nodes(graph), self._pool)
@@ -441,7 +449,7 @@ class CudaBackend:
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+                return torch.empty_like(like, device=self.device)
         finally:
             torch._C._cuda_endAllocateToPool(self._index, pool)
             torch._C._cuda_releasePool(self._index, pool)

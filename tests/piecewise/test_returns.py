@@ -29,6 +29,26 @@ def test_a_new_tensor_is_read_by_the_segments_after_it(device, sees):
     assert runner.eager_runs == 0
 
 
+@pytest.mark.parametrize("sees", ["real", "bucket"])
+def test_the_segments_after_it_see_the_strides_that_it_gave(device, sees):
+    """Compiled code is made anew for other strides, and a capture is no place for that."""
+    seen: dict[int, set[tuple[int, ...]]] = {}
+
+    @gk.eager_break(rows=sees)
+    def middle(h):
+        return h.t().contiguous().t()
+
+    def fn(x):
+        h = middle(x * 2)
+        seen.setdefault(len(h), set()).add(h.stride())
+        return h + 1
+
+    runner = runner_of(device, fn)
+    assert (seen[8], seen[4]) == ({(1, 8)}, {(1, 4)})
+    assert all(len(strides) == 1 for strides in seen.values())  # warm-up and capture alike
+    check_equal(runner, device, lambda x: x * 2 + 1)
+
+
 def test_rows_beyond_the_batch_are_zero_in_what_a_break_returned(device):
     @gk.eager_break(rows="real")
     def middle(h):

@@ -127,7 +127,7 @@ class RecordingBackend:
     def empty_in(self, pool: Any, like: torch.Tensor) -> torch.Tensor:
         """Memory of its own."""
         with torch.inference_mode(False), torch.no_grad():
-            return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            return torch.empty_like(like, device=self.device)
 
     def sources(self, graph: Any, target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         """None: a copy is done by the host, before the replay."""
