@@ -62,14 +62,6 @@ def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-def shown_by_numpy(tensor: torch.Tensor) -> Any:
-    """A tensor as the array that shares its memory, if NumPy can show it as it is; otherwise the tensor."""
-    try:
-        return tensor.numpy()
-    except (TypeError, RuntimeError):
-        return tensor
-
-
 def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, Any]:
     """A list or scalar as an array that holds it exactly in `dtype`.
 

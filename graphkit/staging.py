@@ -21,7 +21,7 @@ import torch
 from graphkit.backends.base import Backend
 from graphkit.buffers import prefix, shape_at
 from graphkit.dims import Dim
-from graphkit.hostdata import encode, has_numpy, numpy_dtype, shown_by_numpy
+from graphkit.hostdata import encode, has_numpy, numpy_dtype
 from graphkit.intake import Intake
 from graphkit.layout import Layout, Plan, Region, Slot, Staged
 from graphkit.pads import Fill, as_fed, host_fills, steps_of, tensor_fills
@@ -226,9 +226,13 @@ class Staging:
             value: Any = values.get(name)
             kind = type(value)
             array = value
-            if kind is torch.Tensor and not (value.is_cuda or value.requires_grad):
-                array = shown_by_numpy(value)
-                kind = type(array)
+            if kind is torch.Tensor and not value.is_cuda:
+                # What NumPy can't show as it is, as bfloat16, goes the way below.
+                try:
+                    array = value.numpy()
+                    kind = np.ndarray
+                except (TypeError, RuntimeError):
+                    pass
             if kind is np.ndarray and array.dtype is dtype and array.shape == shape:
                 target[...] = array
             elif value is ON_DEVICE:

@@ -1,0 +1,1 @@
+"""The documentation, and what keeps its tables up to date."""
