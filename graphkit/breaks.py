@@ -1,7 +1,7 @@
 """Eager breaks: functions that a PIECEWISE capture leaves out, and runs between its segments.
 
-Outside a PIECEWISE capture a break is the plain function: in an eager run, and in a FULL capture, where it is
-captured like everything else.
+Outside a PIECEWISE capture a break is the plain function: in an eager run, and in a FULL capture,
+where it is captured like everything else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 
 
 class Break:
-    """A function that runs eagerly between the segments of a PIECEWISE graph. Made by `eager_break`.
+    """A function that runs eagerly between the segments of a PIECEWISE graph; see `eager_break`.
 
     Attributes:
         name: of the function, for messages.
@@ -85,7 +85,8 @@ class Break:
             for parameter, axes in rows.items():
                 if self.parameters and parameter not in self.parameters and not takes_any:
                     raise SpecError(
-                        f"rows names {parameter!r}, and {self.name} takes {', '.join(self.parameters)}"
+                        f"rows names {parameter!r}, and {self.name} takes "
+                        + ", ".join(self.parameters)
                     )
                 self.axes[parameter] = _axes(parameter, axes)
 
@@ -136,7 +137,7 @@ def _axes(parameter: str, axes: Any) -> dict[int, Dim | Affine]:
 
 
 def _parameters(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """The names of the parameters, none if they can't be told, and whether there is a ``**kwargs``."""
+    """The names of the parameters, if they can be told, and whether it may take others by name."""
     schema = getattr(fn, "_schema", None)
     if isinstance(schema, torch._C.FunctionSchema):
         return tuple(argument.name for argument in schema.arguments), False
@@ -147,6 +148,31 @@ def _parameters(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
         return (), True
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), takes_any
+
+
+def leaf_parameters(break_: Break, spec: Any, count: int) -> list[str]:
+    """The parameter that each leaf of the arguments belongs to; empty where it can't be told.
+
+    Args:
+        spec: the structure of ``(args, kwargs)``.
+        count: of its leaves.
+    """
+    args_spec, kwargs_spec = _children(spec)
+    names: list[str] = []
+    for position, child in enumerate(_children(args_spec)):
+        parameter = break_.parameters[position] if position < len(break_.parameters) else ""
+        names.extend([parameter] * child.num_leaves)
+    keys = list(kwargs_spec.context) if kwargs_spec.context else []
+    for key, child in zip(keys, _children(kwargs_spec), strict=True):
+        names.extend([str(key)] * child.num_leaves)
+    return names if len(names) == count else [""] * count
+
+
+def _children(spec: Any) -> list[Any]:
+    if hasattr(spec, "children"):
+        children = spec.children
+        return list(children() if callable(children) else children)
+    return list(spec.children_specs)
 
 
 @overload
@@ -162,28 +188,29 @@ def eager_break(
 def eager_break(
     fn: Callable[..., Any] | None = None, /, *, rows: Rows = "bucket", out: Buffer | None = None
 ) -> Any:
-    """Mark a function as a break: ``@eager_break``, ``@eager_break(rows="real")``, or ``eager_break(fn)``.
+    """Mark a function as a break.
 
-    In a PIECEWISE capture the call ends the segment, the function runs eagerly, and the next segment begins. At
-    replay the function runs again, on the same memory; `current_run` gives it the live dispatch, what prepare
-    returned in this step, and the caller's context. Its Python arguments are those of the capture.
+    Used as ``@eager_break``, ``@eager_break(rows="real")`` or ``eager_break(fn)``; once, outside
+    the function that calls it, since the warm-up and the capture have to reach the same object.
 
-    What it returns: a tensor in memory that was there before (an argument's, a buffer's) is passed on, and must be at
-    the same
-    address each time; any other is copied into memory of the graph's, the rows beyond the batch being zero;
-    Python values must not change from run to run.
+    In a PIECEWISE capture the call ends the segment, the function runs eagerly, and the next
+    segment begins. At replay the function runs again, on the same memory; `current_run` gives it
+    the live dispatch, what prepare returned in this step, and the caller's context. Its Python
+    arguments are those of the capture.
+
+    What it returns: a tensor in memory that was there before (an argument's, a buffer's) is passed
+    on, and must be at the same address each time; any other is copied into memory of the graph's,
+    the rows beyond the batch being zero; Python values must not change from run to run.
 
     Args:
         fn: the function.
-        rows: "bucket" gives it the tensors as they are; "real" cuts them to the batch, in every axis that grows with
-        a dim from
-            bucket to bucket. Where that can't be told (there is one bucket, say), a mapping says which dim the first
-            axis of
-            which parameter is, ``{"q": tokens}``, or which axes, ``{"q": {2: tokens}}``; what it doesn't name is not
+        rows: "bucket" gives it the tensors as they are; "real" cuts them to the batch, in every
+            axis that grows with a dim from bucket to bucket. Where that can't be told (there is
+            one bucket, say), a mapping says which dim the first axis of which parameter is,
+            ``{"q": tokens}``, or which axes, ``{"q": {2: tokens}}``; what it doesn't name is not
             cut.
-        out: a buffer that the function fills itself, given to it by the keyword ``out``; the call's value is the
-        buffer's view.
-            Outside any runner the function is called without it.
+        out: a buffer that the function fills itself, given to it by the keyword ``out``; the call's
+            value is the buffer's view. Outside any runner the function is called without it.
 
     Raises:
         SpecError: an argument is wrong.
@@ -210,9 +237,8 @@ class Patch:
             setattr(owner, name, self._broken)
         except (AttributeError, TypeError) as error:
             raise SpecError(
-                f"{_shown(owner)} doesn't let its {name!r} be replaced ({error}); name a place where the "
-                f"function is looked up that "
-                f"does: break_at(namespace, {name!r})"
+                f"{_shown(owner)} doesn't let its {name!r} be replaced ({error}); name a place "
+                f"where the function is looked up that does: break_at(namespace, {name!r})"
             ) from None
 
     def remove(self) -> None:
@@ -237,9 +263,9 @@ def break_at(
 ) -> Patch:
     """Make a break of a module or function that one can't edit.
 
-    ``break_at(layer.attention)`` breaks at one module's call; ``break_at(library.kernels.attend)`` at a
-    function wherever it is looked up in the module that defines it; ``break_at(namespace, "attend")`` at whatever
-    `namespace.attend` is.
+    ``break_at(layer.attention)`` breaks at one module's call; ``break_at(library.kernels.attend)``
+    at a function wherever it is looked up in the module that defines it;
+    ``break_at(namespace, "attend")`` at whatever `namespace.attend` is.
 
     Graphs that are captured keep their breaks when the patch is removed.
 
@@ -267,7 +293,8 @@ def break_at(
     last = qualified.split(".")[-1]
     if owner is None or getattr(owner, last, None) is not target:
         raise SpecError(
-            f"can't tell where {target!r} is looked up; name the place: break_at(namespace, 'function')"
+            f"can't tell where {target!r} is looked up; "
+            "name the place: break_at(namespace, 'function')"
         )
     return _patch(owner, last, target, rows, out)
 

@@ -21,7 +21,7 @@ from graphkit.outputs import Tree
 from graphkit.piecewise import PiecewiseGraph
 from graphkit.recorders import CaptureRecorder, WarmupRecorder
 from graphkit.runner_core import RunnerCore
-from graphkit.step import Phase, Step, in_body, running
+from graphkit.step import Phase, Step, in_body
 from graphkit.watch import Fingerprint, WriteWatch, fingerprints
 
 
@@ -240,25 +240,16 @@ class BucketGraph:
         fed, resident = runner.example_batch(self.bucket, variation)
         staged = runner.staging.write(self._plan, fed)
         step = Step(self.dispatch, phase, self.layout.views, staged.hosted, None, self.state)
-        if runner.options.prepare_host is not None:
-            with running(step):
-                runner.options.prepare_host(step)
+        runner.prepare_host(step)
         runner.staging.move(self._plan, staged)
         self._source = staged.moved
         for name, value in resident.items():
             view = self.layout.views[name]
             view.copy_(torch.as_tensor(value, device="cpu").to(view.dtype))
         runner.staging.unpack(self.layout)
-        values = self.arguments()
+        values = runner.arguments(self.layout.views, self.bucket.variant)
         values.update(runner.prepare(step))
         return step, values
-
-    def arguments(self) -> dict[str, Any]:
-        """The function's arguments but for what prepare makes."""
-        views: Mapping[str, Any] = self.layout.views
-        values = {name: views[name] for name in self.runner.binding.passed}
-        values.update(self.bucket.variant)
-        return values
 
     def _call(self, values: dict[str, Any]) -> Any:
         runner = self.runner

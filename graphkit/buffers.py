@@ -76,6 +76,17 @@ def prefix(memory: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return view
 
 
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or, if it was made in inference mode, the same memory as a tensor that may be written outside it."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+
+
 def _dtype(value: Any) -> torch.dtype:
     if not isinstance(value, torch.dtype):
         raise SpecError(
@@ -210,6 +221,16 @@ class BufferSpec:
         return pads
 
     def _check_pad(self, name: str, pad: Pad) -> None:
+        if self.valid is not None and pad.kind == "continue":
+            raise SpecError(
+                f"pad {pad} of dim {name!r} may count out of valid={self.valid}: it would be used as an index. "
+                f"Pad with a scratch row, or repeat_last"
+            )
+        if self.valid is not None and pad.kind == "repeat_last" and not self._is_valid(0):
+            raise SpecError(
+                f"pad {pad} of dim {name!r} is 0 for an empty batch, which lies outside valid={self.valid}; pad with a "
+                f"value inside it"
+            )
         if pad.value is None:
             return
         if self.dtype is torch.bool and pad.kind == "continue":
@@ -337,7 +358,8 @@ class Buffer:
     def _allocate(self) -> torch.Tensor:
         spec = self.spec
         if spec.adopt is not None:
-            return spec.adopt
+            adopted = spec.adopt
+            return writable(adopted.detach() if adopted.requires_grad else adopted)
         # Outside inference mode, so that callers in and out of it may write the memory.
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty(spec.maximum_shape, dtype=spec.dtype, device=self._device)

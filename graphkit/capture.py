@@ -92,6 +92,7 @@ class CaptureSession:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet_collector())
             stack.enter_context(torch.no_grad())
+            stack.enter_context(_autocast_uncached())
             state = self.backend.rng_state(self._generators)
             stack.callback(self.backend.restore_rng_state, state)
             stack.enter_context(self.backend.on_stream(self.stream))
@@ -246,6 +247,17 @@ def _quiet_collector() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _autocast_uncached() -> Iterator[None]:
+    """Let autocast cast weights in each graph: a cast that it kept would be read there in place of the weight."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 class Progress:

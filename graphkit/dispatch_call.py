@@ -230,4 +230,6 @@ def make_call(names: Sequence[str], memo: Memo, miss: Miss) -> Callable[..., Any
     call.__annotations__ = {
         renamed.get(name, name): kind for name, kind in template.__annotations__.items()
     }
+    call.__qualname__ = "dispatch"
+    call.__doc__ = "Choose mode and bucket for one batch; see `graphkit.Dispatcher.dispatch`."
     return call

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
-import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,15 +19,22 @@ from graphkit.backends import backend_for
 from graphkit.backends.base import Backend, ErrorMode
 from graphkit.bucket_graph import BucketGraph
 from graphkit.buckets import Bucket
-from graphkit.buffers import Buffers, BufferSpec, dims_of
+from graphkit.buffers import Buffer, Buffers, BufferSpec, dims_of
 from graphkit.capture import CaptureSession, Progress
-from graphkit.dispatch import Mode, Policy, Reason
-from graphkit.errors import ConcurrentRunError, SpecError, StateError, user_frame
+from graphkit.dims import check_name
+from graphkit.dispatch import Mode, Policy, Reason, Support
+from graphkit.errors import SpecError, StateError, user_frame
+from graphkit.mutation import Scratch
 from graphkit.options import RunnerOptions
+from graphkit.outputs import Output
+from graphkit.parameters import Count, Fed, Resident
 from graphkit.report import GraphRow, Report, RunnerReport
 from graphkit.runner import GraphRunner
 from graphkit.shared import Shared, State
+from graphkit.step import Step
 from graphkit.wrap import Wrapped, default_policy
+
+logger = logging.getLogger("graphkit")
 
 CHECKED_VARIABLE = "GRAPHKIT_CHECKED"
 """Environment variable that, set to 1, makes groups checked by default."""
@@ -95,39 +104,74 @@ class GraphGroup:
     # -- runners ----------------------------------------------------------------------------------
 
     def runner(
-        self, name: str, fn: Callable[..., Any], *, policy: Policy, **options: Any
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *,
+        policy: Policy,
+        inputs: Mapping[str, Fed | Resident | Count] | None = None,
+        prepare: Callable[[Step], Mapping[str, Any] | None] | None = None,
+        prepare_host: Callable[[Step], None] | None = None,
+        outputs: Output | Buffer | Mapping[str, Output | Buffer] | None = None,
+        reads: Sequence[Any] = (),
+        mutates: Sequence[torch.Tensor | Scratch] = (),
+        example: Callable[[Bucket], Mapping[str, Any]] | None = None,
+        supports: Support = Support.ALWAYS,
+        strict: bool = False,
+        generators: Sequence[torch.Generator] = (),
+        warmup_as_capturing: bool = False,
+        ring_depth: int = 8,
     ) -> GraphRunner:
         """Declare a runner of the group's buffers.
 
         Args:
             name: unique in the group.
-            fn: the function or module. Its parameters are fed from the buffers that they are named after; those with a
-                default keep it.
+            fn: the function or module. Its parameters are fed from the buffers that they are named
+                after; those with a default keep it.
             policy: the routes.
-            inputs: parameter -> `Fed(buffer)`, `Resident(buffer)` or `Count(dim)`, where names or roles differ.
+            inputs: parameter -> `Fed(buffer)`, `Resident(buffer)` or `Count(dim)`, where names or
+                roles differ.
             prepare: called with the `Step` after the inputs have moved, before each warm-up, capture,
-            replay and eager run; what it returns is
-                passed by name and baked.
+                replay and eager run; what it returns is passed by name and baked.
             prepare_host: called with the `Step` after host inputs are padded and before they move; may
-            write ``step.host``.
-            outputs: path -> `Output` or a buffer; what isn't declared is inferred.
-            reads: memory that the graphs read and the group doesn't own: modules, tensors, callables that give tensors.
-            mutates: state that the function changes: tensors and `Scratch`; restored after warm-up and capture.
+                write ``step.host``.
+            outputs: path -> `Output` or a buffer, or one alone where the function returns one tensor;
+                what isn't declared is inferred. A path is the key, index or field, joined by dots.
+            reads: memory that the graphs read and the group doesn't own: modules, tensors, callables
+                that give tensors.
+            mutates: state that the function changes: tensors and `Scratch`; restored after warm-up
+                and capture.
             example: bucket -> inputs by name for warm-up and capture.
             supports: which batches what `fn` calls can run in a FULL graph.
             strict: raise a `DispatchError` instead of falling back.
             generators: generators, besides the default one, that `fn` draws from.
-            warmup_as_capturing: answer True to code that asks whether the stream is capturing, in warm-up too.
+            warmup_as_capturing: answer True to code that asks whether the stream is capturing, in
+                warm-up too.
             ring_depth: slots of pinned memory, that is steps in flight.
 
         Raises:
             SpecError: anything doesn't fit together; nothing is declared.
         """
+        options = {
+            "inputs": inputs,
+            "prepare": prepare,
+            "prepare_host": prepare_host,
+            "outputs": outputs,
+            "reads": reads,
+            "mutates": mutates,
+            "example": example,
+            "supports": supports,
+            "strict": strict,
+            "generators": generators,
+            "warmup_as_capturing": warmup_as_capturing,
+            "ring_depth": ring_depth,
+        }
         return self._add(name, fn, policy, options, self.buffers)
 
     def wrap(
         self,
         fn: Callable[..., Any],
+        /,
         *,
         name: str | None = None,
         policy: Policy | None = None,
@@ -143,13 +187,18 @@ class GraphGroup:
 
         Returns:
             A callable that takes the inputs by keyword (or in the order of the specs), reads the
-            batch's sizes off their
-            shapes, and returns independent tensors.
+            batch's sizes off their shapes, and returns independent tensors.
         """
         buffers = Buffers(self.device)
         declared = {k: v for k, v in specs.items() if isinstance(v, BufferSpec)}
         options = {k: v for k, v in specs.items() if not isinstance(v, BufferSpec)}
+        if name is not None and not isinstance(name, str):
+            check_name("buffer", "name")
         buffers.declare(**declared)
+        # Private buffers are the function's inputs, and nothing else.
+        roles = dict(options.get("inputs") or {})
+        taken = {role.buffer for role in roles.values() if isinstance(role, (Fed, Resident))}
+        options["inputs"] = {n: Fed(n) for n in declared if n not in taken} | roles
         if policy is None:
             dims = {d.name: d for spec in declared.values() for d in dims_of(spec.shape)}
             policy = default_policy(tuple(dims.values()))
@@ -180,7 +229,8 @@ class GraphGroup:
         for option, value in options.items():
             if option not in known:
                 raise SpecError(
-                    f"runner {name!r} got {option}={value!r}, which is no option; the options are {', '.join(known)}"
+                    f"runner {name!r} got {option}={value!r}, which is no option; a parameter of the "
+                    f"function needs a BufferSpec, and the options are policy, {', '.join(known)}"
                 )
         runner = GraphRunner(self._shared, name, fn, policy, RunnerOptions(**options), buffers)
         used = (*runner.binding.buffers.values(), *runner.results.buffers)
@@ -190,8 +240,8 @@ class GraphGroup:
             if owner != name:
                 raise SpecError(
                     f"buffer {buffer.name!r} is packed, so that its elements move with the bucket, and "
-                    f"runner {owner!r} uses it; "
-                    f"a packed buffer is for one runner: give {name!r} its own, or make it strided"
+                    f"runner {owner!r} uses it; a packed buffer is for one runner: give {name!r} its own, "
+                    "or make it strided"
                 )
         if buffers is self.buffers:
             self._owners.update({buffer.name: name for buffer in packed})
@@ -231,25 +281,27 @@ class GraphGroup:
             Exception: what a function raises, with a note that names runner and bucket.
         """
         self._check_open()
-        with self._exclusive("capture"):
+        with self._shared.exclusive("capture"):
             began = time.perf_counter()
             missing = [e for r in self.runners for e in r.entries if not e.is_captured]
             missing.sort(key=(lambda e: order(e.mode, e.bucket)) if order else _capture_order)
-            bar = Progress(2 * len(missing), "graphkit capture")
+            bar = Progress(2 * len(missing) if progress else 0, "graphkit capture")
+            has_failed = True
             try:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    self._capture(missing, bar if progress else Progress(0, ""))
+                    self._capture(missing, bar)
+                has_failed = False
             finally:
                 bar.close()
+                self.capture_seconds += time.perf_counter() - began
                 self._messages.extend(
                     str(w.message) for w in caught if w.category.__module__.startswith("graphkit")
                 )
-                self.capture_seconds += time.perf_counter() - began
-            for warning in caught:
-                warnings.warn_explicit(
-                    warning.message, warning.category, warning.filename, warning.lineno
-                )
+                # Where warnings are errors, one must not take the place of the failure.
+                with contextlib.suppress(*([Warning] if has_failed else [])):
+                    for w in caught:
+                        warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
         return self.report()
 
     def _capture(self, missing: Sequence[BucketGraph], bar: Progress) -> None:
@@ -269,7 +321,8 @@ class GraphGroup:
         for runner in dict.fromkeys(entry.runner for entry in missing):
             # Examples are written to its buffers, and its outputs.
             runner.end_leases(replay=True)
-        with session:
+            self._runners[runner.name].drop_stage()
+        with self._settling(), session:
             warmed = [
                 entry
                 for entry in missing
@@ -279,20 +332,35 @@ class GraphGroup:
                 try:
                     runner.settle_outputs()
                 except SpecError as error:
-                    failures.append(error)
+                    mine = [entry for entry in warmed if entry.runner is runner]
                     warmed = [entry for entry in warmed if entry.runner is not runner]
+                    for entry in mine:
+                        entry.failure = f"{type(error).__name__}: {error}"
+                    if self._on_error == "raise":
+                        failures.append(error)
+                    else:
+                        self._messages.append(f"runner {runner.name!r} was skipped: {error}")
             session.flush()
             for entry in warmed:
                 if self._attempt(entry, lambda e: e.capture(session), bar, failures):
                     self._runners[entry.runner.name].mark_captured(entry)
-        # The caller's stream is ordered after the session; a run on another one has to wait for it.
-        self._shared.last_stream = self.backend.stream_key()
-        captured = any(runner.dispatcher.captured for runner in self.runners)
-        self._set_state(State.CAPTURED if captured else State.NEW)
         if failures:
             if len(failures) > 1:
-                failures[0].add_note(f"graphkit: and {len(failures) - 1} more failures like it")
+                failures[0].add_note(
+                    f"graphkit: and {len(failures) - 1} more failures; report() has them"
+                )
             raise failures[0]
+
+    @contextlib.contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Afterwards, also where the session itself fails, say what the group can do: captured buckets serve."""
+        try:
+            yield
+        finally:
+            # The caller's stream is ordered after the session; a run on another one has to wait for it.
+            self._shared.last_stream = self.backend.stream_key()
+            captured = any(runner.dispatcher.captured for runner in self.runners)
+            self._set_state(State.CAPTURED if captured else State.NEW)
 
     def _attempt(
         self,
@@ -308,16 +376,21 @@ class GraphGroup:
             entry.release()
             frame = user_frame(error)
             at = f" at {frame}" if frame else ""
-            entry.failure = f"{type(error).__name__}: {error}"
+            entry.failure = f"{type(error).__name__}: {error}{at}"
             # The traceback's frames hold tensors, and so the failed bucket's memory.
             traceback.clear_frames(error.__traceback__)
             if self._on_error == "raise":
                 error.add_note(f"graphkit: in {entry.where}{at}")
                 failures.append(error)
             else:
-                self._messages.append(f"{entry.where} was skipped{at}: {entry.failure}")
+                logger.warning("%s was skipped: %s", entry.where, entry.failure)
             return False
-        bar.step(f"{entry.runner.name} {entry.mode} {entry.bucket}")
+        except BaseException:
+            # An interrupt: half a capture would be taken for a whole one.
+            entry.release()
+            raise
+        finally:
+            bar.step(f"{entry.runner.name} {entry.mode} {entry.bucket}")
         return True
 
     # -- lifecycle --------------------------------------------------------------------------------
@@ -325,7 +398,7 @@ class GraphGroup:
     def invalidate(self) -> None:
         """Drop the graphs, and keep buffers: memory that they read has moved. `capture` makes new ones."""
         self._check_open()
-        with self._exclusive("invalidate"):
+        with self._shared.exclusive("invalidate"):
             for runner in self.runners:
                 runner.drop_graphs()
             # A suspended group has no memory either, so that it stays what it is.
@@ -335,7 +408,7 @@ class GraphGroup:
     def release(self) -> None:
         """Give all device memory back, and keep the declarations. Runs raise until `capture`."""
         self._check_open()
-        with self._exclusive("release"):
+        with self._shared.exclusive("release"):
             self._drop()
             self._set_state(State.SUSPENDED)
 
@@ -343,7 +416,7 @@ class GraphGroup:
         """Drop everything for good. Closing twice is harmless."""
         if self.state is State.CLOSED:
             return
-        with self._exclusive("close"):
+        with self._shared.exclusive("close"):
             self._drop()
             for buffers in (self.buffers, *self._private):
                 buffers.close()
@@ -380,9 +453,6 @@ class GraphGroup:
         if self.state is State.CLOSED:
             raise StateError("the group is closed; make a new GraphGroup")
 
-    def _exclusive(self, what: str) -> AbstractContextManager[None]:
-        return _Exclusive(self._shared.lock, what)
-
     # -- running ----------------------------------------------------------------------------------
 
     def report(self) -> Report:
@@ -402,26 +472,8 @@ class GraphGroup:
         return f"GraphGroup({str(self.device)!r}, {self.state.name}, runners={list(self._runners)})"
 
 
-class _Exclusive:
-    """The group's lock, taken at once or not at all."""
-
-    def __init__(self, lock: threading.Lock, what: str) -> None:
-        self._lock = lock
-        self._what = what
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise ConcurrentRunError(f"{self._what}: a run or capture of the group is under way")
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-
 def _capture_order(entry: BucketGraph) -> tuple[int, int]:
-    total = 1
-    for size in entry.bucket.sizes.values():
-        total *= max(size, 1)
-    return (-entry.mode.rank, -total)
+    return (-entry.mode.rank, -math.prod(max(size, 1) for size in entry.bucket.sizes.values()))
 
 
 def _runner_report(runner: GraphRunner) -> RunnerReport:

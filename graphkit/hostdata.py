@@ -70,7 +70,7 @@ def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, A
     """
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InputError(f"{where}: can't make an array of it ({error}); is it ragged?") from None
     if array.size == 0 and not isinstance(value, (np.ndarray, np.generic)):
         return np.zeros(array.shape, numpy_dtype(dtype))
@@ -110,7 +110,16 @@ def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, A
         ):
             raise InputError(f"{where}: got {_short(value)}, which {dtype} doesn't hold exactly")
         return tensor_to_numpy(exact)
-    return tensor_to_numpy(_as_float(array, dtype))
+    rounded = _as_float(array, dtype)
+    info = torch.finfo(dtype)
+    # Overflowing isn't rounding, be it to infinity, to NaN or to the largest value.
+    limit = float(info.max) * (1 + float(info.eps))
+    is_held = rounded.to(torch.complex128).isfinite().numpy()
+    for part in (array.real, array.imag):
+        is_held = is_held & ((np.abs(part) <= limit) | ~np.isfinite(part))
+    if not (is_held | ~np.isfinite(array)).all():
+        raise InputError(f"{where}: got {_short(value)}, out of the range of {dtype}")
+    return tensor_to_numpy(rounded)
 
 
 def _as_float(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:

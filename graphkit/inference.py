@@ -88,7 +88,7 @@ def _infer_axis(
     names = " or ".join(str(c) for c in [*fits, *[d for d in doubts if d not in fits]])
     raise SpecError(
         f"{where}: axis {axis} of size {seen[0]} could be {names}, and {len(samples)} bucket"
-        f"{'s' if len(samples) > 1 else ''} can't tell; declare it with outputs=, e.g. gk.Output(shape, dtype)"
+        f"{'s' if len(samples) > 1 else ''} can't tell; declare it, as outputs=gk.Output(shape, dtype) for a lone one"
     )
 
 

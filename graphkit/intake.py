@@ -51,6 +51,10 @@ class Intake:
                 taken = value.detach()
             elif value.device.type == "cpu" and value.layout is torch.strided:
                 taken = tensor_to_numpy(value)
+            elif value.layout is not torch.strided:
+                raise InputError(
+                    f"{self._where(name)}: got a tensor of layout {value.layout}, expected a dense one"
+                )
             else:
                 raise InputError(
                     f"{self._where(name)}: got a tensor on {value.device}, expected one on {self._device} or the CPU"

@@ -39,7 +39,7 @@ class LeasedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leased = [value for value in (*args, *kwargs.values()) if isinstance(value, LeasedTensor)]
-        for value in args:
+        for value in (*args, *kwargs.values()):
             if isinstance(value, (list, tuple)):
                 leased.extend(item for item in value if isinstance(item, LeasedTensor))
         if not torch.compiler.is_compiling():
@@ -49,6 +49,17 @@ class LeasedTensor(torch.Tensor):
             result = func(*args, **kwargs)
         storages = {t.untyped_storage().data_ptr(): t.lease for t in map(_plain_with_lease, leased)}
         return _inherit(result, storages)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An independent tensor, under no lease."""
+        copied = memo[id(self)] = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain tensor: a lease has no meaning elsewhere."""
+        self.lease.check()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class _Plain:

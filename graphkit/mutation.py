@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from graphkit.errors import SpecError
@@ -18,7 +19,7 @@ class Scratch:
 
     Args:
         tensor: the state.
-        rows: an index into its first axis: a slice, a list of ints, or an int64 tensor.
+        rows: an index into its first axis: an int, a slice, a list of ints, or an int64 tensor.
     """
 
     tensor: torch.Tensor = attrs.field(validator=attrs.validators.instance_of(torch.Tensor))
@@ -28,8 +29,10 @@ class Scratch:
         """The rows as an index."""
         if isinstance(self.rows, (slice, torch.Tensor)):
             return self.rows
-        if isinstance(self.rows, int):
-            return slice(self.rows, self.rows + 1)
+        if isinstance(self.rows, (int, np.integer)):
+            row = int(self.rows)
+            # After the last row, counted from the end, comes no row 0.
+            return slice(row, row + 1 or None)
         return torch.tensor(list(self.rows), dtype=torch.int64, device=self.tensor.device)
 
 

@@ -72,6 +72,11 @@ def bound_to(buffer: Buffer) -> Output:
     return Output(buffer.spec.shape, buffer.spec.dtype, to=buffer)
 
 
+def output_name(path: str) -> str:
+    """An output in a message; a lone one has no path."""
+    return f"output {path!r}" if path else "its output"
+
+
 def as_outputs(declared: Any) -> dict[str, Output]:
     """Declarations by path; one declaration alone is that of a function that returns one tensor.
 
@@ -99,7 +104,8 @@ class Tree:
     """The structure of what a function returns, and its tensor leaves by path.
 
     Raises:
-        CaptureError: a leaf is neither a tensor nor None: it would be baked into the graph.
+        CaptureError: a leaf is neither a tensor nor None: it would be baked into the graph; or two leaves have
+            one path.
     """
 
     def __init__(self, value: Any, where: str) -> None:
@@ -108,9 +114,14 @@ class Tree:
         self.leaves: list[torch.Tensor | None] = []
         for keys, leaf in with_path:
             path = ".".join(_key(key) for key in keys)
+            if path in self.paths:
+                raise CaptureError(
+                    f"{where} returned two outputs that are both named {path or 'value'!r}: outputs are told apart by "
+                    f"their keys as text, joined by dots. Rename a key"
+                )
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise CaptureError(
-                    f"{where} returned {leaf!r} ({type(leaf).__name__}) as output {path or 'value'!r}: a Python value "
+                    f"{where} returned {leaf!r} ({type(leaf).__name__}) as {output_name(path)}: a Python value "
                     f"would be baked into the graph. Return tensors only; what doesn't change can be kept outside"
                 )
             self.paths.append(path)
@@ -190,6 +201,7 @@ class StaticOutput:
             value.data_ptr() == view.data_ptr()
             and value.stride() == view.stride()
             and value.device == view.device
+            and not (value.is_conj() or value.is_neg())
         ):
             return
         if value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
@@ -204,12 +216,12 @@ def check_leaf(
     expected = shape_at(spec.shape, sizes)
     if tuple(value.shape) != expected:
         raise SpecError(
-            f"{where}: output {path or 'value'!r} has shape {tuple(value.shape)}, expected {expected}, which is "
+            f"{where}: {output_name(path)} has shape {tuple(value.shape)}, expected {expected}, which is "
             f"{shape_text(spec.shape)} at {sizes_text(sizes)}; it is never broadcast"
         )
     if value.dtype != spec.dtype:
         raise SpecError(
-            f"{where}: output {path or 'value'!r} is {value.dtype}, expected {spec.dtype}; it is never cast"
+            f"{where}: {output_name(path)} is {value.dtype}, expected {spec.dtype}; it is never cast"
         )
 
 

@@ -17,18 +17,34 @@ from graphkit.dims import Affine, Dim, check_name
 from graphkit.errors import SpecError
 
 
+def _name_of(buffer: Any) -> str:
+    if isinstance(buffer, Buffer):
+        return buffer.name
+    if isinstance(buffer, str):
+        return buffer
+    raise SpecError(f"a buffer is given by itself or by its name, got {buffer!r}")
+
+
 @attrs.frozen
 class Fed:
-    """The caller gives the parameter to each run; it is staged into the buffer of that name."""
+    """The caller gives the parameter to each run; it is staged into the buffer.
 
-    buffer: str
+    Args:
+        buffer: a declared `Buffer`, or its name.
+    """
+
+    buffer: str = attrs.field(converter=_name_of)
 
 
 @attrs.frozen
 class Resident:
-    """Somebody on the device writes the buffer; a run is given nothing for it, and pads it."""
+    """Somebody on the device writes the buffer; a run is given nothing for it, and pads it.
 
-    buffer: str
+    Args:
+        buffer: a declared `Buffer`, or its name.
+    """
+
+    buffer: str = attrs.field(converter=_name_of)
 
 
 @attrs.frozen

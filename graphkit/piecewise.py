@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from graphkit.backends.base import Graph
+from graphkit.baked import same
 from graphkit.breaks import Break
-from graphkit.buffers import Extent
+from graphkit.buffers import Buffer, Extent
 from graphkit.errors import BreakError, CaptureError
 from graphkit.inference import sizes_text
 from graphkit.step import Step, reset_current, set_current
@@ -85,7 +87,7 @@ class BreakCall:
         self._returned_spec = spec
 
     def bind(self, sizes: Mapping[str, int]) -> Piece:
-        """The call for a batch of these sizes, with everything made that doesn't change from step to step."""
+        """The call for a batch of these sizes; what stays from step to step is made here."""
         break_, fn = self.break_, self.break_.fn
         leaves = [
             leaf if cut is None else _cut(leaf, cut, sizes)
@@ -93,11 +95,24 @@ class BreakCall:
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         note = f"graphkit: in break {break_.name} of {self.where}, batch {sizes_text(sizes)}"
-        take = self._take_out(kwargs, sizes) if break_.out is not None else self._taker(sizes)
+        out = break_.out
+        take = self._taker(sizes) if out is None else self._filler(out, kwargs, sizes)
+        spec, given_out = self._spec, kwargs.get("out")
+        # What a break might change in place is made anew for each call, as the function would.
+        is_changeable = any(isinstance(leaf, np.ndarray) for leaf in leaves) or any(
+            isinstance(value, (list, dict, tuple)) for value in (*args, *kwargs.values())
+        )
 
         def call() -> None:
+            if is_changeable:
+                fresh = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
+                own_args, own_kwargs = pytree.tree_unflatten(fresh, spec)
+                if out is not None:
+                    own_kwargs["out"] = given_out
+            else:
+                own_args, own_kwargs = args, kwargs
             try:
-                result = fn(*args, **kwargs)
+                result = fn(*own_args, **own_kwargs)
             except Exception as error:
                 error.add_note(note)
                 raise
@@ -105,15 +120,16 @@ class BreakCall:
 
         return call
 
-    def _take_out(self, kwargs: dict[str, Any], sizes: Mapping[str, int]) -> Callable[[Any], None]:
+    def _filler(
+        self, out: Buffer, kwargs: dict[str, Any], sizes: Mapping[str, int]
+    ) -> Callable[[Any], None]:
         """The break fills its buffer itself; rows beyond the batch get the buffer's pad."""
-        buffer = self.break_.out
-        padded = buffer.view(self._padded)  # type: ignore[union-attr]
-        view = padded if self.break_.rows == "bucket" else buffer.view(sizes)  # type: ignore[union-attr]
+        padded = out.view(self._padded)
+        view = padded if self.break_.rows == "bucket" else out.view(sizes)
         kwargs["out"] = view
         if view.shape == padded.shape:
             return lambda result: None
-        fill = buffer.spec.fill  # type: ignore[union-attr]
+        fill = out.spec.fill
         beyond = _beyond(padded, tuple(view.shape))
 
         def pad(result: Any) -> None:
@@ -133,8 +149,8 @@ class BreakCall:
             found, found_spec = pytree.tree_flatten(result)
             if found_spec != spec:
                 raise BreakError(
-                    f"{where}: break {name} returned {describe(result)} for the batch {sizes_text(sizes)}, and "
-                    f"another structure at the capture"
+                    f"{where}: break {name} returned {describe(result)} for the batch "
+                    f"{sizes_text(sizes)}, and another structure at the capture"
                 )
             for keeper, value in zip(keepers, found, strict=True):
                 keeper(value)
@@ -190,6 +206,7 @@ class Returned:
         is_tensor = isinstance(value, torch.Tensor)
         self._value = None if is_tensor else value
         self._address = value.data_ptr() if is_tensor else None
+        self._stride = value.stride() if is_tensor else ()
         self._dtype = value.dtype if is_tensor else None
         self._shape = value.shape if is_tensor else torch.Size(())
 
@@ -213,7 +230,8 @@ class Returned:
         def keep(value: Any) -> None:
             if not isinstance(value, torch.Tensor) or value.dtype is not dtype:
                 raise BreakError(
-                    f"{self._where} returned {describe(value)} for the {batch}, and {dtype} at the capture"
+                    f"{self._where} returned {describe(value)} for the {batch}, "
+                    f"and {dtype} at the capture"
                 )
             shape = value.shape
             if shape == full:
@@ -224,9 +242,8 @@ class Returned:
                 if tuple(shape) not in allowed:
                     expected = " or ".join(map(str, allowed))
                     raise BreakError(
-                        f"{self._where} returned shape {tuple(shape)} for the {batch}, expected {expected}; "
-                        f"later segments have "
-                        f"baked the shape"
+                        f"{self._where} returned shape {tuple(shape)} for the {batch}, "
+                        f"expected {expected}; later segments have baked the shape"
                     )
                 target = stable
                 for axis, size in enumerate(shape):
@@ -250,34 +267,39 @@ class Returned:
         return list(itertools.product(*axes))
 
     def _check_value(self, value: Any) -> None:
-        baked = self._value
-        if value is baked or (type(value) is type(baked) and value == baked):
-            return
-        if (
-            isinstance(value, float)
-            and isinstance(baked, float)
-            and value != value
-            and baked != baked
-        ):
+        if same(value, self._value):
             return
         raise BreakError(
-            f"{self._where} returned {value!r}, and {baked!r} at the capture, which the later segments have "
-            f"baked; return a tensor, or make it a variant"
+            f"{self._where} returned {value!r}, and {self._value!r} at the capture, "
+            "which the later segments have baked; return a tensor, or make it a variant"
         )
 
     def _address_check(self, batch: str) -> Callable[[Any], None]:
-        address = self._address
+        address, stride, dtype = self._address, self._stride, self._dtype
 
         def check(value: Any) -> None:
             # A batch of no rows has no address.
-            if isinstance(value, torch.Tensor) and value.data_ptr() in (address, 0):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.data_ptr() in (address, 0)
+                and (value.stride() == stride or self._lies_alike(value))
+                and value.dtype is dtype
+            ):
                 return
             raise BreakError(
-                f"{self._where} returned {describe(value)} for the {batch}, which is not the memory that "
-                f"it returned at the capture; later segments read that memory"
+                f"{self._where} returned {describe(value)} for the {batch}, which is not the "
+                "memory that it returned at the capture, or not as it lay there; later segments "
+                "read that memory"
             )
 
         return check
+
+    def _lies_alike(self, value: torch.Tensor) -> bool:
+        """Whether the strides agree in each axis where they mean anything."""
+        return value.ndim == len(self._stride) and all(
+            size <= 1 or mine == theirs
+            for size, mine, theirs in zip(value.shape, value.stride(), self._stride, strict=True)
+        )
 
 
 class PiecewiseGraph:

@@ -1,4 +1,4 @@
-"""What is told of breaks: a recorder in warm-up that notes their calls, and one that splits a capture at them."""
+"""What is told of breaks: one recorder notes calls in a warm-up, one splits a capture at them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphkit.backends.base import Backend, Capture, Graph
-from graphkit.breaks import Break, out_sizes
+from graphkit.baked import same
+from graphkit.breaks import Break, leaf_parameters, out_sizes
 from graphkit.buffers import Buffer, Extent
 from graphkit.errors import BreakError, CaptureError
 from graphkit.piecewise import BreakCall, PiecewiseGraph, Returned, describe
@@ -23,12 +24,13 @@ _PLAIN = (bool, int, float, str, torch.dtype)
 
 
 @attrs.frozen
-class Call:
+class WarmupCall:
     """One call of a break in a warm-up.
 
     Attributes:
         shapes: of the arguments' leaves; None for what isn't a tensor.
-        roots: weak references to the same, or to what they are views of; they give None for what isn't a tensor.
+        roots: weak references to the same, or to what they are views of; they give None for what
+            isn't a tensor.
         values: the leaves of the arguments; None for tensors.
         spec: the arguments' structure.
         results: shapes of the results' leaves.
@@ -49,7 +51,7 @@ class WarmupRecorder:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self.calls: list[Call] = []
+        self.calls: list[WarmupCall] = []
 
     def on_break(self, break_: Break, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it, and note the call."""
@@ -59,7 +61,8 @@ class WarmupRecorder:
         with running(self._step):
             result = break_.call(args, kwargs, out_sizes(break_, self._step))
         returned = pytree.tree_leaves(result)
-        self.calls.append(Call(break_, *noted, spec, _shapes(returned), _values(returned)))
+        call = WarmupCall(break_, *noted, spec, _shapes(returned), _values(returned))
+        self.calls.append(call)
         return result
 
 
@@ -96,8 +99,8 @@ class CaptureRecorder:
         calls: those of the warm-up, which the capture has to repeat.
         rows: for breaks that want real rows.
         known: address -> buffer, of the runner's parameters.
-        static: further memory that outlives the graphs, as buffers and declared state; results that lie there are
-        passed on.
+        outliving: further memory that outlives the graphs, as buffers and declared state; results
+            that lie there are passed on.
     """
 
     def __init__(
@@ -106,10 +109,10 @@ class CaptureRecorder:
         pool: Any,
         step: Step,
         where: str,
-        calls: Sequence[Call],
+        calls: Sequence[WarmupCall],
         rows: RowInference,
         known: Mapping[int, Buffer],
-        static: Iterable[torch.Tensor] = (),
+        outliving: Iterable[torch.Tensor] = (),
     ) -> None:
         self._backend = backend
         self._pool = pool
@@ -118,8 +121,8 @@ class CaptureRecorder:
         self._calls = calls
         self._rows = rows
         self._known = known
-        self._static = {_storage(tensor) for tensor in static}
-        self._static |= {_storage(buffer.tensor) for buffer in known.values()}
+        self._outliving = {_storage(tensor) for tensor in outliving}
+        self._outliving |= {_storage(buffer.tensor) for buffer in known.values()}
         self._capture: Capture | None = None
         self._index = 0
         self._failed: tuple[str, BaseException] | None = None
@@ -133,21 +136,20 @@ class CaptureRecorder:
         """The function has returned.
 
         Raises:
-            CaptureError: a break failed, and the function went on without it; or fewer breaks were reached than in
-            the warm-up.
+            CaptureError: a break failed, and the function went on without it; or fewer breaks were
+                reached than in the warm-up.
         """
         if self._failed is not None:
             name, error = self._failed
             raise CaptureError(
-                f"{self._where}: break {name} raised {type(error).__name__}: {error}, and the function caught "
-                f"it and went on; a "
-                f"replay has no such way out. Catch it inside the break"
+                f"{self._where}: break {name} raised {type(error).__name__}: {error}, and the "
+                "function caught it and went on; a replay has no such way out. Catch it inside "
+                "the break"
             ) from error
         if self._index != len(self._calls):
             raise CaptureError(
-                f"{self._where}: the capture reached {self._index} breaks and the warm-up {len(self._calls)}; "
-                f"a function must "
-                f"reach the same breaks each time"
+                f"{self._where}: the capture reached {self._index} breaks and the warm-up "
+                f"{len(self._calls)}; a function must reach the same breaks each time"
             )
 
     def finish(self, last: Graph) -> PiecewiseGraph:
@@ -191,25 +193,19 @@ class CaptureRecorder:
     def _refuse(self, break_: Break, what: str) -> NoReturn:
         raise CaptureError(f"{self._where}: break {break_.name} {what}")
 
-    def _check(self, break_: Break, leaves: Sequence[Any], spec: Any) -> Call:
-        index = self._index
-        if index >= len(self._calls) or self._calls[index].break_ is not break_:
-            expected = self._calls[index].break_.name if index < len(self._calls) else "none"
-            self._refuse(
-                break_,
-                f"was reached as number {index + 1} in the capture, and {expected} in the warm-up; a function "
-                f"must reach the "
-                f"same breaks each time",
-            )
-        call = self._calls[index]
+    def _check(self, break_: Break, leaves: Sequence[Any], spec: Any) -> WarmupCall:
+        """The call of the warm-up that this one repeats."""
+        call = self._calls[self._index] if self._index < len(self._calls) else None
+        if call is None or call.break_ is not break_:
+            self._refuse_other(break_, call)
         if call.spec != spec:
             self._refuse(
                 break_,
-                f"got arguments of another structure in the capture than in the warm-up: {spec}, and {call.spec}",
+                "got arguments of another structure in the capture than in the warm-up: "
+                f"{spec}, and {call.spec}",
             )
-        shapes, values = _shapes(leaves), _values(leaves)
         for before, now, shape_before, shape in zip(
-            call.values, values, call.shapes, shapes, strict=True
+            call.values, _values(leaves), call.shapes, _shapes(leaves), strict=True
         ):
             if shape_before != shape:
                 then = before if shape_before is None else f"a tensor of shape {shape_before}"
@@ -218,14 +214,31 @@ class CaptureRecorder:
                     break_,
                     f"got {then} in the warm-up and {later} in the capture; shapes are baked",
                 )
-            if not equal(before, now):
+            if not same(before, now):
                 self._refuse(
                     break_,
-                    f"got {before!r} in the warm-up and {now!r} in the capture. Its Python arguments are "
-                    f"baked: take what changes "
-                    f"from current_run(), or pass a tensor",
+                    f"got {before!r} in the warm-up and {now!r} in the capture. Its Python "
+                    "arguments are baked: take what changes from current_run(), or pass a tensor",
                 )
         return call
+
+    def _refuse_other(self, break_: Break, call: WarmupCall | None) -> NoReturn:
+        number = self._index + 1
+        expected = "none" if call is None else call.break_.name
+        if expected == break_.name:
+            if all(known.break_ is not break_ for known in self._calls):
+                self._refuse(
+                    break_,
+                    f"was reached as number {number} in the capture, and is another object than "
+                    "the break of that name in the warm-up, as when the function makes it anew in "
+                    "each call; decorate it once, outside the function",
+                )
+            expected = f"another {expected}"
+        self._refuse(
+            break_,
+            f"was reached as number {number} in the capture, and {expected} in the warm-up; "
+            "a function must reach the same breaks each time",
+        )
 
     def _end_segment(self, capture: Capture, break_: Break) -> None:
         try:
@@ -236,14 +249,16 @@ class CaptureRecorder:
             if "unjoined" not in str(error):
                 raise
             raise BreakError(
-                f"{self._where}: the segment before break {break_.name} can't be ended, since work on a side "
-                f"stream isn't "
-                f"joined: {str(error).splitlines()[0]}. Join it before the break, as by "
-                f"current_stream().wait_stream(side)"
+                f"{self._where}: the segment before break {break_.name} can't be ended, since work "
+                f"on a side stream isn't joined: {str(error).splitlines()[0]}. Join it before the "
+                "break, as by current_stream().wait_stream(side)"
             ) from error
 
     def _held(self, leaf: Any, warm_root: torch.Tensor | None) -> Any:
         """An argument as the call keeps it: memory of the pool must be free for later segments."""
+        if isinstance(leaf, np.ndarray):
+            # As it is before the capture's own call, which may change it.
+            return leaf.copy()
         if not isinstance(leaf, torch.Tensor):
             return leaf
         # An address that is the warm-up's proves nothing: the pool may have got the same memory.
@@ -255,11 +270,11 @@ class CaptureRecorder:
         return self._backend.alias(leaf)
 
     def _cuts(
-        self, break_: Break, call: Call, leaves: Sequence[Any], spec: Any
+        self, break_: Break, call: WarmupCall, leaves: Sequence[Any], spec: Any
     ) -> list[dict[int, Extent] | None]:
         if break_.rows == "bucket":
             return [None] * len(leaves)
-        names = _leaf_names(break_, spec, len(leaves))
+        names = leaf_parameters(break_, spec, len(leaves))
         return [
             self._cut(break_, call, position, leaf, name)
             if isinstance(leaf, torch.Tensor) and leaf.ndim
@@ -268,14 +283,15 @@ class CaptureRecorder:
         ]
 
     def _cut(
-        self, break_: Break, call: Call, position: int, leaf: torch.Tensor, name: str
+        self, break_: Break, call: WarmupCall, position: int, leaf: torch.Tensor, name: str
     ) -> dict[int, Extent] | None:
         if break_.rows != "real":
             named: dict[int, Extent] = dict(break_.axes.get(name, {}))
             if named and max(named) >= leaf.ndim:
                 self._refuse(
                     break_,
-                    f"has rows={{{name!r}: {{{max(named)}: ...}}}}, and {name!r} is of shape {tuple(leaf.shape)}",
+                    f"has rows={{{name!r}: {{{max(named)}: ...}}}}, "
+                    f"and {name!r} is of shape {tuple(leaf.shape)}",
                 )
             return named or None
         buffer = self._known.get(leaf.data_ptr())
@@ -295,50 +311,63 @@ class CaptureRecorder:
         return sum(call.break_ is break_ for call in self._calls[: self._index])
 
     def _keep(
-        self, part: BreakCall, break_: Break, call: Call, leaves: Sequence[Any], result: Any
+        self, part: BreakCall, break_: Break, call: WarmupCall, leaves: Sequence[Any], result: Any
     ) -> Any:
+        """What the function gets for the result; the part knows how later results must agree."""
         found, spec = pytree.tree_flatten(result)
-        storages = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        storages |= self._static
-        if break_.out is not None:
-            storages.add(_storage(break_.out.tensor))
         where = f"{self._where}: break {break_.name}"
-        same = _shapes(found) == call.results and all(
-            equal(before, now) for before, now in zip(call.returned, _values(found), strict=True)
-        )
-        if not same:
-            raise BreakError(
-                f"{where} returned {_listed(found)} in the capture, and {_listed_call(call)} in the warm-up, "
-                f"for the same "
-                f"batch; later segments bake shapes and Python values. Return tensors of the same shape each time"
-            )
+        _check_returned(where, call, found)
+        lasting = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        lasting |= self._outliving
+        if break_.out is not None:
+            lasting.add(_storage(break_.out.tensor))
         returned: list[Returned] = []
         given: list[Any] = []
-        sizes = self._step.dispatch.sizes
+        copied: set[int] = set()
         for position, value in enumerate(found):
-            if not isinstance(value, torch.Tensor):
-                if value is not None and not isinstance(value, _PLAIN):
-                    raise BreakError(
-                        f"{where} returned {describe(value)}; tensors, None and plain Python values can be returned"
-                    )
+            if not isinstance(value, torch.Tensor) or _storage(value) in lasting:
                 returned.append(Returned(where, value))
                 given.append(value)
-            elif _storage(value) in storages:
-                returned.append(Returned(where, value))
-                given.append(value)
-            else:
-                stable = self._backend.empty_in(self._pool, value)
-                stable.copy_(value)
-                extents: tuple[tuple[Extent, ...], ...] = ()
-                if break_.rows != "bucket":
-                    occurrence = self._occurrence(break_)
-                    shape = tuple(value.shape)
-                    extents = self._rows.result(break_, occurrence, position, shape, sizes)
-                # Without a claim: the function's own references decide how long no other tensor gets the memory.
-                returned.append(Returned(where, value, self._backend.alias(stable), extents))
-                given.append(stable)
+                continue
+            if _storage(value) in copied:
+                raise BreakError(
+                    f"{where} returned two tensors in one new memory, and each would be copied apart: a later write to "
+                    "one would miss the other. Return one of them, or copies"
+                )
+            copied.add(_storage(value))
+            stable = self._backend.empty_in(self._pool, value)
+            stable.copy_(value)
+            extents = self._result_extents(break_, position, value)
+            # Without a claim: the function's own references decide how long nobody else gets it.
+            returned.append(Returned(where, value, self._backend.alias(stable), extents))
+            given.append(stable)
         part.keep(returned, spec)
         return pytree.tree_unflatten(given, spec)
+
+    def _result_extents(
+        self, break_: Break, position: int, value: torch.Tensor
+    ) -> tuple[tuple[Extent, ...], ...]:
+        if break_.rows == "bucket":
+            return ()
+        sizes = self._step.dispatch.sizes
+        shape = tuple(value.shape)
+        return self._rows.result(break_, self._occurrence(break_), position, shape, sizes)
+
+
+def _check_returned(where: str, call: WarmupCall, found: Sequence[Any]) -> None:
+    """Refuse results unlike the warm-up's, and those that can't be baked."""
+    if _shapes(found) != call.results or not same(call.returned, _values(found)):
+        raise BreakError(
+            f"{where} returned {_listed(found)} in the capture, and {_listed_call(call)} in the "
+            "warm-up, for the same batch; later segments bake shapes and Python values. Return "
+            "tensors of the same shape each time"
+        )
+    for value in found:
+        if value is not None and not isinstance(value, (torch.Tensor, *_PLAIN)):
+            raise BreakError(
+                f"{where} returned {describe(value)}; tensors, None and plain Python values can be "
+                "returned"
+            )
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -349,45 +378,9 @@ def _listed(leaves: Sequence[Any]) -> str:
     return ", ".join(map(describe, leaves)) or "nothing"
 
 
-def _listed_call(call: Call) -> str:
+def _listed_call(call: WarmupCall) -> str:
     shown = [
         describe(value) if shape is None else f"a tensor of shape {shape}"
         for value, shape in zip(call.returned, call.results, strict=True)
     ]
     return ", ".join(shown) or "nothing"
-
-
-def equal(left: Any, right: Any) -> bool:
-    """Whether two Python values are one to a graph that has baked them; 1, 1.0 and True are three."""
-    if left is right:
-        return True
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, np.ndarray):
-        return left.dtype == right.dtype and np.array_equal(left, right)
-    if isinstance(left, float) and left != left:
-        return bool(right != right)
-    try:
-        return bool(left == right)
-    except Exception:
-        return False
-
-
-def _leaf_names(break_: Break, spec: Any, count: int) -> list[str]:
-    """The parameter that each leaf of the arguments belongs to; empty where it can't be told."""
-    args_spec, kwargs_spec = _children(spec)
-    names: list[str] = []
-    for position, child in enumerate(_children(args_spec)):
-        parameter = break_.parameters[position] if position < len(break_.parameters) else ""
-        names.extend([parameter] * child.num_leaves)
-    keys = list(kwargs_spec.context) if kwargs_spec.context else []
-    for key, child in zip(keys, _children(kwargs_spec), strict=True):
-        names.extend([str(key)] * child.num_leaves)
-    return names if len(names) == count else [""] * count
-
-
-def _children(spec: Any) -> list[Any]:
-    if hasattr(spec, "children"):
-        children = spec.children
-        return list(children() if callable(children) else children)
-    return list(spec.children_specs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -77,8 +78,8 @@ class Report:
 def _runner_lines(runner: RunnerReport) -> list[str]:
     captured = sum(row.captured for row in runner.graphs)
     lines = [f"runner {runner.name}: {captured} of {len(runner.graphs)} graphs captured"]
-    rows = [("mode", "bucket", "dispatches", "rows", "padding", "why not better")]
-    for count in runner.counts:
+    rows = [("mode", "bucket", "dispatches", "rows in all", "padding", "why not better")]
+    for count in sorted(runner.counts, key=_by_mode_and_size):
         rows.append(
             (
                 str(count.mode),
@@ -92,16 +93,27 @@ def _runner_lines(runner: RunnerReport) -> list[str]:
     if len(rows) > 1:
         lines.extend(f"  {line}" for line in table(rows))
     unused = runner.never_replayed
-    if unused:
+    # Right after a capture nothing has run, and that is no news.
+    if unused and runner.counts:
         shown = "; ".join(f"{row.mode} {row.bucket}" for row in unused[:3])
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         lines.append(f"  captured and never replayed: {shown}{more}")
     for row in runner.graphs:
         if row.captured and row.nodes == 0:
             lines.append(f"  empty graph: {row.mode} {row.bucket}")
+    failures: dict[str, list[str]] = {}
+    for row in runner.graphs:
         if row.failure:
-            lines.append(f"  not captured: {row.mode} {row.bucket}: {row.failure}")
+            failures.setdefault(row.failure, []).append(f"{row.mode} {row.bucket}")
+    for failure, buckets in failures.items():
+        more = f" and {len(buckets) - 3} more" if len(buckets) > 3 else ""
+        lines.append(f"  not captured: {'; '.join(buckets[:3])}{more}: {failure}")
     return lines
+
+
+def _by_mode_and_size(count: Tally) -> tuple[Any, ...]:
+    sizes = tuple(count.bucket.sizes.values()) if count.bucket is not None else ()
+    return (count.mode.rank, sizes, count.reason.name if count.reason is not None else "")
 
 
 def _main_rows(count: Tally) -> str:

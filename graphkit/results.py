@@ -9,13 +9,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphkit.bucket import Bucket
-from graphkit.buffers import Buffer, prefix, shape_at
-from graphkit.dims import Dim
+from graphkit.buffers import Buffer, Extent, prefix, shape_at, shape_text
+from graphkit.dims import Affine, Dim
 from graphkit.dispatch import Dispatch
 from graphkit.errors import SpecError
 from graphkit.inference import Sample, infer_shape
 from graphkit.leases import Lease, with_lease
-from graphkit.outputs import Output, StaticOutput, Tree, check_leaf
+from graphkit.outputs import Output, StaticOutput, Tree, check_leaf, output_name
 from graphkit.shared import Shared
 
 
@@ -73,6 +73,10 @@ class Results:
         self._static.clear()
         self.outputs = dict(self._declared)
 
+    def forget_inferred(self) -> None:
+        """Infer anew at the next `settle`; memory of the same shape stays where it is."""
+        self.outputs = {path: out for path, out in self.outputs.items() if path in self._declared}
+
     def static(self, path: str) -> StaticOutput:
         """The static memory of an output, of the size of the largest bucket; allocated once."""
         static = self._static.get(path)
@@ -120,14 +124,18 @@ class Results:
                 )
         for path in paths:
             if path not in self.outputs:
-                where = f"runner {self._runner!r}, output {path or 'value'!r}"
+                where = f"runner {self._runner!r}, {output_name(path)}"
                 dtypes = {entry.samples[path].dtype for entry in seen}
                 if len(dtypes) > 1:
                     raise SpecError(f"{where} has several dtypes: {sorted(map(str, dtypes))}")
                 samples = [entry.sample(path) for entry in seen]
-                self.outputs[path] = Output(
-                    infer_shape(samples, dims, uniform, where), dtypes.pop()
-                )
+                shape = infer_shape(samples, dims, uniform, where)
+                _refuse_offsets(shape, where)
+                self.outputs[path] = Output(shape, dtypes.pop())
+                old = self._static.get(path)
+                if old is not None and old.spec != self.outputs[path]:
+                    old.generation += 1
+                    del self._static[path]
             if self.outputs[path].to != "pool":
                 self.static(path)
 
@@ -145,7 +153,7 @@ class Results:
         """
         self.check(tree, sizes, where)
         kept: dict[str, torch.Tensor] = {}
-        for path, tensor in tree.tensors().items():
+        for path, tensor in self._apart(tree.tensors()).items():
             output = self.outputs.get(path)
             if output is None:
                 raise SpecError(f"{where}: output {path!r} was not there in warm-up")
@@ -154,6 +162,20 @@ class Results:
             else:
                 self.static(path).write(tensor, sizes)
         return kept
+
+    def _apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same, with copies of what lies in a buffer that another output is about to overwrite."""
+        bound = {
+            path: output.to.tensor.untyped_storage().data_ptr()
+            for path, output in self.outputs.items()
+            if isinstance(output.to, Buffer)
+        }
+        apart = dict(tensors)
+        for path, tensor in tensors.items() if bound else ():
+            address = tensor.untyped_storage().data_ptr()
+            if any(address == other for name, other in bound.items() if name != path):
+                apart[path] = tensor.clone()
+        return apart
 
     # -- at a run ---------------------------------------------------------------------------------
 
@@ -184,7 +206,7 @@ class Results:
         where = f"runner {self._runner!r}, EAGER"
         tree = Tree(result, where)
         self.check(tree, dispatch.sizes, where)
-        tensors = tree.tensors()
+        tensors = self._apart(tree.tensors())
         for path, output in self.outputs.items():
             if output.to == "host":
                 tensors[path] = tensors[path].to("cpu")
@@ -212,10 +234,24 @@ class Results:
         memory: Any = self._shared
         if self.outputs[path].to != "pool":
             memory = self._static[path].buffer or self._static[path]
-        what = f"runner {self._runner!r}, output {path or 'value'!r}"
+        what = f"runner {self._runner!r}, {output_name(path)}"
         return with_lease(view, Lease(what, lambda: int(memory.generation)))
 
 
 def _cloned(result: Any) -> Any:
     with torch.no_grad():
         return pytree.tree_map_only(torch.Tensor, torch.clone, result)
+
+
+def _refuse_offsets(shape: Sequence[Extent], where: str) -> None:
+    """Raise a `SpecError` where rows were inferred beside those of the batch.
+
+    Whether they come first, so that the batch's are cut off at the end, can't be seen in a shape.
+    """
+    for extent in shape:
+        if isinstance(extent, Affine) and extent.offset:
+            raise SpecError(
+                f"{where} looks like {shape_text(shape)}, whose rows for a smaller batch are a prefix only if what is "
+                f"added comes first, as in row boundaries; declare it if it does, as "
+                f"outputs=gk.Output({shape_text(shape)}, dtype) for a lone one"
+            )

@@ -13,7 +13,7 @@ from graphkit.inference import Sample, infer_shape
 if TYPE_CHECKING:
     from graphkit.breaks import Break
     from graphkit.buckets import Bucket
-    from graphkit.recorders import Call
+    from graphkit.recorders import WarmupCall
 
 Shape = tuple[int, ...]
 
@@ -30,7 +30,7 @@ class RowInference:
     def __init__(
         self,
         where: str,
-        warmups: Sequence[tuple[Bucket, Sequence[Call]]],
+        warmups: Sequence[tuple[Bucket, Sequence[WarmupCall]]],
         dims: Iterable[Dim],
         uniform: Mapping[tuple[str, str], int],
     ) -> None:
@@ -59,7 +59,7 @@ class RowInference:
             doubt = str(error).partition("; declare it")[0]
             raise CaptureError(
                 f"{self._where}: break {break_.name} wants real rows, and {doubt}. Say it, as "
-                f"eager_break(rows={{parameter: dim}}) or eager_break(rows={{parameter: {{axis: dim}}}})"
+                "eager_break(rows={parameter: dim}) or eager_break(rows={parameter: {axis: dim}})"
             ) from None
 
     def result(
@@ -67,7 +67,8 @@ class RowInference:
     ) -> tuple[tuple[Extent, ...], ...]:
         """What each axis of a result may be at a batch, beside its size at the bucket.
 
-        A wrong guess can't do harm here, since what comes has a shape of its own; so whatever fits is allowed.
+        A wrong guess can't do harm here, since what comes has a shape of its own; so whatever fits
+        is allowed.
         """
         seen = self._seen(break_, occurrence, leaf, "results")
         found: list[tuple[Extent, ...]] = []
@@ -106,12 +107,13 @@ class RowInference:
         sizes = [shape[axis] for _, shape in seen]
         constant = len(set(sizes)) == 1
         if axis and constant:
-            # Rows are rarely here; but a size that is a bucket's in all buckets may well be its rows.
+            # Rows are rarely here; but a size that is the bucket's in all of them may well be rows.
             rows = [d for d in self._dims if all(s[d.name] == sizes[0] for s, _ in seen)]
             if not rows or sizes[0] == 1:
                 return sizes[0]
             raise SpecError(
-                f"{what}: axis {axis} of size {sizes[0]} could be {rows[0]} or {sizes[0]}, and the buckets can't tell"
+                f"{what}: axis {axis} of size {sizes[0]} could be {rows[0]} or {sizes[0]}, "
+                "and the buckets can't tell"
             )
         samples = [Sample(at, (size,)) for (at, _), size in zip(seen, sizes, strict=True)]
         return infer_shape(samples, self._dims, self._uniform, what)[0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from graphkit.buckets import Bucket
 from graphkit.buffers import Buffers, shape_text
@@ -15,11 +16,13 @@ from graphkit.dims import Affine, Dim, dims_by_name
 from graphkit.dispatch import Dispatcher, Policy
 from graphkit.errors import CaptureWarning, DowngradeWarning, SpecError
 from graphkit.example import default_example
+from graphkit.layout import Layout
+from graphkit.leases import Lease, LeasedTensor, with_lease
 from graphkit.mutation import preserve
 from graphkit.options import RunnerOptions
 from graphkit.outputs import Output, as_outputs, output_dims
 from graphkit.parameters import Binding, bind
-from graphkit.recorders import Call
+from graphkit.recorders import WarmupCall
 from graphkit.results import Results
 from graphkit.rows import RowInference
 from graphkit.shared import Shared
@@ -89,17 +92,12 @@ class RunnerCore:
             name: max((bucket.sizes[name] for _, bucket in self.dispatcher.graphs), default=0)
             for name in self.dispatcher.dims
         }
-        self.results = Results(
-            name,
-            declared,
-            largest,
-            shared,
-        )
+        self.results = Results(name, declared, largest, shared)
         self.moves_in_graph = self.staging.has_span and self.backend.copies_in_graph
         self.has_prepare = options.prepare is not None
         self.watches_writes = shared.checked or self.backend.name == "recording"
         self._noted: set[str] = set()
-        self.break_calls: dict[Bucket, list[Call]] = {}
+        self.break_calls: dict[Bucket, list[WarmupCall]] = {}
 
     def check_factors(self, outputs: Mapping[str, Output]) -> None:
         """A factor is a uniform query length, or its rows are interleaved; else real rows are no prefix."""
@@ -124,12 +122,7 @@ class RunnerCore:
 
     def prepare(self, step: Step) -> dict[str, Any]:
         """Call prepare, and check that it made what the function needs."""
-        prepare = self.options.prepare
-        if prepare is None:
-            return {}
-        with running(step):
-            made = prepare(step)
-        made = dict(made or {})
+        made = self.made_by_prepare(step) or {}
         for name in self.binding.by_prepare:
             if name not in made:
                 raise SpecError(
@@ -139,13 +132,66 @@ class RunnerCore:
         step.prepared = made
         return made
 
+    def made_by_prepare(self, step: Step) -> dict[str, Any] | None:
+        """What prepare returned for this step; None if nothing, or if there is no prepare.
+
+        Raises:
+            SpecError: it returned something else than a mapping of names.
+        """
+        prepare = self.options.prepare
+        if prepare is None:
+            return None
+        with running(step), torch.no_grad():
+            made = prepare(step)
+        if made is None:
+            return None
+        if not isinstance(made, Mapping):
+            raise SpecError(
+                f"runner {self.name!r}: prepare must return a mapping of parameters to values, or None, "
+                f"got {type(made).__name__}"
+            )
+        return dict(made)
+
+    def prepare_host(self, step: Step) -> None:
+        """Call prepare_host, if there is one."""
+        if self.options.prepare_host is not None:
+            with running(step):
+                self.options.prepare_host(step)
+
+    def arguments(
+        self, views: Mapping[str, torch.Tensor], variant: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The function's arguments but for what prepare makes."""
+        values: dict[str, Any] = {name: views[name] for name in self.binding.passed}
+        values.update({name: variant[name] for name in self.binding.variants if name in variant})
+        return values
+
     def end_leases(self, *, replay: bool) -> None:
         """What this run writes or pads can't be read any more as what an earlier run left."""
         if replay:
             self.shared.generation += 1
         for buffer in self.binding.buffers.values():
             buffer.generation += 1
+        filled = {c.break_.out for calls in self.break_calls.values() for c in calls}
+        for out in filled:
+            if out is not None:
+                out.generation += 1
         self.results.end_leases(replay=replay)
+
+    def leased(self, result: Any) -> Any:
+        """What an eager run returns, with a lease on each tensor that lies in an input's buffer."""
+        buffers = {b.tensor.untyped_storage().data_ptr(): b for b in self.binding.buffers.values()}
+
+        def lease(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, LeasedTensor) or tensor.layout is not torch.strided:
+                return tensor
+            buffer = buffers.get(tensor.untyped_storage().data_ptr())
+            if buffer is None or tensor.numel() == 0:
+                return tensor
+            what = f"runner {self.name!r}, an output in the memory of buffer {buffer.name!r},"
+            return with_lease(tensor, Lease(what, lambda: buffer.generation))
+
+        return pytree.tree_map_only(torch.Tensor, lease, result)
 
     def example_batch(
         self, bucket: Bucket, variation: int
@@ -169,7 +215,7 @@ class RunnerCore:
         """Leave declared state as it was."""
         return preserve(self.options.mutates)
 
-    def declared_memory(self, layout: Any) -> list[torch.Tensor]:
+    def declared_memory(self, layout: Layout) -> list[torch.Tensor]:
         """All tensors whose storage the function may write without further notice."""
         tensors = [*layout.views.values(), self.staging.span]
         tensors.extend(buffer.tensor for buffer in self.results.buffers)

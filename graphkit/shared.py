@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
+from collections.abc import Iterator
 
 from graphkit.backends.base import Backend
-from graphkit.errors import StateError
+from graphkit.errors import ConcurrentRunError, StateError
+
+
+def busy(what: str) -> str:
+    """The message where the lock is held."""
+    return (
+        f"{what}: a run or capture of the group is under way, in another thread or around this call; the graphs of "
+        f"one group share memory and never run at the same time"
+    )
 
 
 class State(enum.Enum):
@@ -44,6 +54,20 @@ class Shared:
         if self.last_stream is not None:
             self.backend.wait_for(self.last_stream)
         self.last_stream = self.backend.stream_key()
+
+    @contextlib.contextmanager
+    def exclusive(self, what: str) -> Iterator[None]:
+        """Hold the lock.
+
+        Raises:
+            ConcurrentRunError: somebody else holds it, or this thread around this call.
+        """
+        if not self.lock.acquire(blocking=False):
+            raise ConcurrentRunError(busy(what))
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def check_runnable(self, runner: str) -> None:
         """Raise a `StateError` unless runs are possible."""

@@ -18,12 +18,14 @@ class Stage:
     Attributes:
         host: parameter -> NumPy array of exactly the batch's rows, in pinned memory.
         views: parameter -> tensor on the device of exactly the batch's rows.
+        is_open: whether the block that fills it is under way.
     """
 
     def __init__(
         self, dispatch: Dispatch, host: Mapping[str, Any], views: Mapping[str, torch.Tensor]
     ) -> None:
         self.dispatch = dispatch
+        self.is_open = True
         self.host = _Touched(host)
         self.views = _Touched(views)
 

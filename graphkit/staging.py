@@ -11,6 +11,7 @@ through the span.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +39,8 @@ ON_DEVICE: Any = object()
 """Given for an input that was written in place already, in the plan's rows on the device."""
 
 _ALIGNMENT = 16
-_LAYOUTS = 4096
+MAX_PLANS = 4096
+"""Layouts, plans and views that are kept; a serving loop's sizes are fewer, and others are made anew."""
 
 
 def _aligned(offset: int) -> int:
@@ -131,7 +133,7 @@ class Staging:
         key = tuple([sizes[dim.name] for dim in self._dims])
         layout = self._layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= _LAYOUTS:
+            if len(self._layouts) >= MAX_PLANS:
                 self._layouts.clear()
             layout = self._layouts[key] = self._make_layout(sizes)
         return layout
@@ -175,9 +177,7 @@ class Staging:
     def open_slot(self, plan: Plan) -> Slot:
         """The slot that the next `write` of this plan fills."""
         index = self.ring.acquire()
-        slot = plan.slots[index]
-        if slot is None:
-            slot = plan.slots[index] = self._make_slot(plan, index)
+        slot = plan.slots[index] or self._make_slot(plan, index)
         if self.ring.owners[index] is not slot:
             # What is written from here on may be given up, by a wrong input or a stage that is never run.
             self.ring.owners[index] = None
@@ -197,7 +197,14 @@ class Staging:
             dtype = rows.dtype if has_numpy(spec.dtype) else None
             targets.append((name, rows, dtype, rows.shape))
             host[name] = padded
-            fills.extend(host_fills(padded, rows.shape, as_fed(spec.pads), _encoder(spec.dtype)))
+            fills.extend(
+                host_fills(
+                    padded,
+                    rows.shape,
+                    as_fed(spec.pads),
+                    functools.partial(encode, dtype=spec.dtype),
+                )
+            )
         header = array[: 4 * plan.header.size].view(np.int32)
         slot = Slot(index, targets, host, fills, header, tensor[: plan.layout.moved.nbytes])
         plan.slots[index] = slot
@@ -335,9 +342,7 @@ class Staging:
             layout.views[name].copy_(layout.regions[name].tensor)
 
 
-def _encoder(dtype: torch.dtype) -> Any:
-    return lambda value: encode(value, dtype)
-
-
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.is_conj() or left.is_neg():
+        return False
     return left.data_ptr() == right.data_ptr() and left.stride() == right.stride()

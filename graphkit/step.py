@@ -35,7 +35,7 @@ class Step:
             small enough to be moved together (`graphkit.staging.PACKED_LIMIT`); raw bits for bfloat16.
         context: what the caller gave to `run(context=)`.
         state: a dict that lives and dies with the bucket's graph; in EAGER a new one for each run.
-        prepared: what `prepare` returned when the graph was captured, or in this run in EAGER.
+        prepared: what `prepare` returned in this run; where it returned None, what it did at the capture.
     """
 
     __slots__ = ("context", "dispatch", "host", "phase", "prepared", "state", "views")

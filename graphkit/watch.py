@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,8 +105,13 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {tensor.untyped_storage().data_ptr() for tensor in allowed}
         self.found: dict[int, ExternalWrite] = {}
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            # A capture refuses it, and says so.
+            return func(*args, **kwargs)
         schema = func._schema
         if schema.is_mutable:
             for index, argument in enumerate(schema.arguments):

@@ -62,10 +62,6 @@ def test_without_cuda_the_other_backend_is_named():
         ({"name": ""}, "a runner's name must be a non-empty str, got ''"),
         ({"name": 3}, "a runner's name must be a non-empty str, got 3"),
         ({"policy": [1]}, "runner 'r' needs a Policy, got [1]"),
-        (
-            {"polcy": 1},
-            "runner 'r' got polcy=1, which is no option; the options are inputs, prepare",
-        ),
         ({"prepare": 3}, "prepare must be callable, got 3"),
         (
             {"supports": "uniform"},
@@ -210,8 +206,7 @@ def test_failures_and_empty_graphs_are_reported():
     group.runner("r", fn, policy=POLICY, outputs=gk.Output((batch, 2), torch.float32))
     report = group.capture()
     assert "not captured: FULL batch=1: KeyError: 'small'" in str(report)
-    assert any("was skipped at" in message for message in report.messages)
-    assert "note: " in str(report)
+    assert str(report).count("not captured") == 1  # said once, however many buckets it is of
 
 
 def test_waiting_runs_are_refused_not_queued(group):
@@ -231,7 +226,7 @@ def test_waiting_runs_are_refused_not_queued(group):
     try:
         for call, what in (
             (lambda: runner.run(dispatch, x=torch.zeros(1, 2)), "runner 'r': a run or capture"),
-            (lambda: runner.stage(dispatch).__enter__(), "runner 'r': a run of its group"),
+            (lambda: runner.stage(dispatch).__enter__(), "runner 'r': a run or capture"),
             (group.capture, "capture: a run or capture of the group is under way"),
             (group.release, "release: a run"),
             (group.invalidate, "invalidate: a run"),
@@ -332,7 +327,9 @@ def test_how_a_wrapped_function_is_called():
 
 
 def test_a_failed_wrap_declares_nothing(group):
-    with pytest.raises(gk.SpecError, match="needs 'x', which no buffer is named after"):
+    with pytest.raises(
+        gk.SpecError, match="inputs names 'y', which double doesn't take; it takes x"
+    ):
         group.wrap(double, y=X)
     assert group.runners == ()
     assert group.report().buffer_bytes == X.nbytes
@@ -360,6 +357,6 @@ def test_leases_end_with_a_replay_and_not_before(to):
         runner.run(large, x=torch.ones(1, 2))
     assert first.tolist() == [[2, 2]]
     second = runner.run(large, x=torch.zeros(5, 2))
-    with pytest.raises(gk.StaleOutputError, match="output 'value' was read after its lease ended"):
+    with pytest.raises(gk.StaleOutputError, match="its output was read after its lease ended"):
         first.tolist()
     assert second.tolist() == [[0, 0]] * 5

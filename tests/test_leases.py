@@ -115,5 +115,5 @@ def test_a_stale_output_is_no_input():
     dispatch = runner.dispatch(batch=2)
     out = runner.run(dispatch, x=[1.0, 2.0])
     assert runner.run(dispatch, x=out).tolist() == [3.0, 4.0]
-    with pytest.raises(gk.StaleOutputError, match="runner 'r', output 'value' was read after"):
+    with pytest.raises(gk.StaleOutputError, match="runner 'r', its output was read after"):
         runner.run(dispatch, x=out)

@@ -56,7 +56,7 @@ LAYERS = """
     dispatch
     backends
     step mutation watch leases ambient ring shared
-    breaks inference parameters layout example
+    baked breaks inference parameters layout example
     rows intake
     piecewise outputs unpack_triton
     unpack

@@ -190,7 +190,7 @@ def test_indices_outside_their_range_are_refused_in_checked_mode():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.zeros(3).to_sparse(), "input 'x': got a tensor on cpu"),
+        (torch.zeros(3).to_sparse(), "input 'x': got a tensor of layout torch.sparse_coo"),
         (np.zeros(3, ">f4"), "input 'x': got >f4, expected torch.float32; it is never cast"),
         (torch.zeros(3, device="meta"), "got a tensor on meta, expected one on cpu or the CPU"),
         ([[1.0]] * 3, r"got shape \(3, 1\), expected \(3,\), which is \(batch,\) at batch=3"),

@@ -23,6 +23,7 @@ from .weights import TARGET, WeightsError
 
 MAX_K = 8
 MAX_REQS = 256
+PLOTS = (".pdf", ".png", ".svg")
 
 DESCRIPTION = """\
 Generate text with a tiny model, EAGLE and CUDA graphs; then say how fast it was, with graphs and
@@ -64,7 +65,9 @@ def parser() -> Parser:
     options.add_argument(
         "--no-compare", action="store_true", help="don't run again without graphs, to compare"
     )
-    options.add_argument("--plot", type=Path, help="draw accepted length and step time (png, svg)")
+    options.add_argument(
+        "--plot", type=Path, help="draw accepted length and step time (pdf, png, svg)"
+    )
     options.add_argument("--weights", type=Path, default=TARGET, help="the target's")
     options.add_argument("--draft", type=Path, default=DRAFT, help="the draft head's weights")
     return options
@@ -89,20 +92,28 @@ def run(asked: argparse.Namespace) -> None:
         WeightsError: a weights file is missing, damaged, or another model's.
     """
     prompts, device = _checked(asked)
+    # All that can be wrong is found before the first line is printed.
+    engine, requests = _prepare(asked, prompts, device, asked.graphs)
     count = f"{len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
     way = "plain decoding" if asked.plain else f"EAGLE, K={asked.k}"
     print(f"{count} on {device}, {way}, graphs: {asked.graphs}")
-    if device == "cpu":
+    if device.type == "cpu":
         print(
             "On a CPU graphkit records and replays operations one by one: that shows whether graphs "
             "are right,\nnot how fast they are."
         )
         # Operations of this size take longer to share out than to do.
         torch.set_num_threads(1)
-    engine, figures = _generate(asked, prompts, device, asked.graphs, show=True)
-    runs = {_title(asked.graphs): figures}
+    longest = engine.limits.max_length
+    if any(len(prompt) + asked.max_tokens > longest for prompt in prompts):
+        print(
+            f"A text ends at the model's length, {longest} bytes with its prompt, "
+            f"even where --max-tokens {asked.max_tokens} asks for more."
+        )
+    runs = {_title(asked.graphs): _generate(engine, asked.seed, Texts(requests))}
     if asked.graphs != "none" and not asked.no_compare:
-        _, runs[_title("none")] = _generate(asked, prompts, device, "none", show=False)
+        eager, _ = _prepare(asked, prompts, device, "none")
+        runs[_title("none")] = _generate(eager, asked.seed)
     print()
     print(figures_table(runs))
     report = engine.group.report()
@@ -121,7 +132,7 @@ def _title(graphs: Graphs) -> str:
     return "eager" if graphs == "none" else f"graphs: {graphs}"
 
 
-def _checked(asked: argparse.Namespace) -> tuple[list[bytes], str]:
+def _checked(asked: argparse.Namespace) -> tuple[list[bytes], torch.device]:
     """The prompts and the device."""
     texts = [*asked.prompts, *asked.prompt]
     prompts = [text.encode(errors="surrogateescape") for text in texts]
@@ -142,16 +153,43 @@ def _checked(asked: argparse.Namespace) -> tuple[list[bytes], str]:
         raise UsageError(f"--temperature {asked.temperature}: use 0 (greedy) or more")
     if not -(2**63) <= asked.seed < 2**63:
         raise UsageError(f"--seed {asked.seed}: use one of 64 bits")
-    if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
+    if asked.plot is not None:
+        _check_plot(asked.plot)
+    return prompts, _device(asked.device)
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix.lower() not in PLOTS:
+        raise UsageError(f"--plot {path}: use a name that ends in {', '.join(PLOTS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"--plot {path} is a directory: name a file")
+    if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
-    if asked.plot is not None and not asked.plot.parent.is_dir():
-        raise UsageError(f"--plot {asked.plot}: there is no directory {asked.plot.parent}")
-    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.partition(":")[0] not in ("cuda", "cpu"):
-        raise UsageError(f"--device {device}: use cuda or cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"--device {device}: torch finds no GPU here; use cpu")
-    return prompts, device
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError):
+        raise UsageError(f"--device {name}: use cuda or cpu") from None
+    # torch cuts large numbers short: cuda:256 is cuda:0 to it.
+    if device.type not in ("cuda", "cpu") or str(device) != name:
+        raise UsageError(f"--device {name}: use cuda or cpu")
+    if device.type == "cpu":
+        # There is one CPU, whatever its number.
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: torch finds no GPU here; use cpu")
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise UsageError(
+            f"--device {name}: the last GPU here is cuda:{count - 1}; use that or less"
+        )
+    return device
 
 
 def _between(name: str, value: int, low: int, high: int | None, hint: str = "") -> None:
@@ -160,34 +198,40 @@ def _between(name: str, value: int, low: int, high: int | None, hint: str = "") 
         raise UsageError(f"{name} {value}: use {allowed}{', ' + hint if hint else ''}")
 
 
-def _generate(
-    asked: argparse.Namespace, prompts: Sequence[bytes], device: str, graphs: Graphs, *, show: bool
-) -> tuple[Engine, Summary]:
-    """Generate all texts with a new engine, and print them if they are to be shown."""
+def _prepare(
+    asked: argparse.Namespace, prompts: Sequence[bytes], device: torch.device, graphs: Graphs
+) -> tuple[Engine, list[Request]]:
+    """A new engine, with all prompts in its queue."""
     k = 0 if asked.plain else asked.k
     # No seats that nobody will take: each size is a graph to capture.
     seats = min(asked.max_reqs, len(prompts))
     limits = Limits(max_reqs=seats, k=k, max_tokens=max(512, seats * (k + 1)))
-    engine = Engine.from_files(
-        limits,
-        target=asked.weights,
-        draft=asked.draft,
-        device=device,
-        temperature=asked.temperature,
-        graphs=graphs,
-    )
     try:
+        engine = Engine.from_files(
+            limits,
+            target=asked.weights,
+            draft=asked.draft,
+            device=device,
+            temperature=asked.temperature,
+            graphs=graphs,
+        )
         requests = [engine.add(prompt, asked.max_tokens) for prompt in prompts]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
+    return engine, requests
+
+
+def _generate(engine: Engine, seed: int, texts: Texts | None = None) -> Summary:
+    """Generate all texts, and print them if they are to be shown."""
     engine.capture()
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(seed)
     began = time.perf_counter()
-    texts = Texts(requests) if show else None
+    if texts is not None:
+        texts.begin()
     for new in engine.run():
         if texts is not None:
             texts.show(new)
-    return engine, summarize(engine.records, began)
+    return summarize(engine.records, began)
 
 
 class Texts:
@@ -196,9 +240,13 @@ class Texts:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._numbers = {request: number for number, request in enumerate(requests, 1)}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._requests = requests
         self._streams = len(requests) == 1
+
+    def begin(self) -> None:
+        """Print a single text's prompt, for its continuation to follow."""
         if self._streams:
-            print(f"\n{self._decoder.decode(requests[0].prompt)}", end="", flush=True)
+            print(f"\n{self._decoder.decode(self._requests[0].prompt)}", end="", flush=True)
 
     def show(self, new: dict[Request, list[int]]) -> None:
         """Print what a step has brought."""

@@ -61,6 +61,9 @@ class DraftConfig:
 
     @target_layers.validator
     def _check_layers(self, attribute: Any, layers: tuple[int, ...]) -> None:
+        # 1.0 and True are in a range too.
+        if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
+            raise TypeError(f"target_layers={layers}: name layers of the target by their ints")
         allowed = range(self.target.layers)
         if any(layer not in allowed for layer in layers) or list(layers) != sorted(set(layers)):
             raise ValueError(

@@ -7,27 +7,41 @@ number of requests, and leaves the question who sees whom to an attention object
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import torch
 import torch.nn.functional as F
-from attrs.validators import gt
 from torch import Tensor, nn
 
 from .attention import Attention
 
 
+def _is_size(config: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    # A bool is an int to isinstance, and no size.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{attribute.name}={value!r} is no size: use an int, 1 or more")
+    if value < 1:
+        raise ValueError(f"{attribute.name}={value} is no size: use 1 or more")
+
+
 @attrs.frozen(kw_only=True)
 class Config:
-    """The model's sizes."""
+    """The model's sizes, ints.
 
-    vocab: int = attrs.field(default=256, validator=gt(0))
-    width: int = attrs.field(default=192, validator=gt(0))
-    layers: int = attrs.field(default=4, validator=gt(0))
-    heads: int = attrs.field(default=6, validator=gt(0))
-    kv_heads: int = attrs.field(default=2, validator=gt(0))
-    head_dim: int = attrs.field(default=32, validator=gt(0))
-    hidden: int = attrs.field(default=384, validator=gt(0))
-    max_length: int = attrs.field(default=512, validator=gt(0))
+    Raises:
+        TypeError: a size is no int.
+        ValueError: a size is below 1, or the heads don't fit together.
+    """
+
+    vocab: int = attrs.field(default=256, validator=_is_size)
+    width: int = attrs.field(default=192, validator=_is_size)
+    layers: int = attrs.field(default=4, validator=_is_size)
+    heads: int = attrs.field(default=6, validator=_is_size)
+    kv_heads: int = attrs.field(default=2, validator=_is_size)
+    head_dim: int = attrs.field(default=32, validator=_is_size)
+    hidden: int = attrs.field(default=384, validator=_is_size)
+    max_length: int = attrs.field(default=512, validator=_is_size)
 
     def __attrs_post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -49,9 +49,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """What `save` was given as metadata.
 
     Raises:
-        WeightsError: the file is missing or damaged.
+        WeightsError: the file is missing, damaged, or a directory.
     """
     try:
+        if path.is_dir():
+            raise WeightsError(f"{path} is a directory: name the weights file in it")
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata: dict[str, Any] = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             return metadata

@@ -293,9 +293,9 @@ DECLARATIONS: dict[str, tuple[Callable[[Setup], Any], type[gk.GraphkitError], st
         "the group has a runner named 'decode' already; use another name",
     ),
     "an unknown option": (
-        add(lambda ids: ids, prepares=print),
+        lambda setup: setup.group.wrap(lambda ids: ids, prepares=print),
         gk.SpecError,
-        "got prepares=.*, which is no option; the options are inputs, prepare",
+        "got prepares=.*, which is no option; a parameter of the function needs a BufferSpec, and the options are",
     ),
     "an input that the function doesn't take": (
         add(lambda ids: ids, inputs={"x": gk.Fed("x")}),

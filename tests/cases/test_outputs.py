@@ -93,7 +93,7 @@ def test_o2_reading_an_output_that_a_run_has_overwritten_raises(device, to, read
     for stale in (y1, view):
         with pytest.raises(
             gk.StaleOutputError,
-            match=r"runner 'r', output 'value' was read after its lease.*clone=",
+            match=r"runner 'r', its output was read after its lease.*clone=",
         ):
             READS[read](stale)
     group.backend.synchronize()
@@ -140,7 +140,7 @@ def test_o2_any_runner_that_writes_or_pads_the_buffer_ends_the_lease(device, how
     group.capture()
     y1 = runner.run(runner.dispatch(batch=2), x=rows(2))
     other.run(other.dispatch(batch=size), feed)
-    with pytest.raises(gk.StaleOutputError, match="runner 'r', output 'value'"):
+    with pytest.raises(gk.StaleOutputError, match="runner 'r', its output"):
         y1.tolist()
 
 
@@ -262,7 +262,7 @@ def test_o4_a_shape_that_buckets_cannot_tell_is_asked_for(device, count):
     sizes = (8, 16)[:count]
     runner = group.runner("r", lambda x: x[:8], policy=gk.Policy.full(gk.Buckets.of(BATCH, sizes)))
     with pytest.raises(
-        gk.SpecError, match=r"runner 'r', output 'value': axis 0 of size 8 could be .*batch.*Output"
+        gk.SpecError, match=r"runner 'r', its output: axis 0 of size 8 could be .*batch.*Output"
     ):
         group.capture()
     assert runner.dispatch(batch=3).reason is gk.Reason.NOT_CAPTURED

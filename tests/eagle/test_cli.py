@@ -11,6 +11,7 @@ import torch
 
 from examples.eagle import cli, weights
 from examples.eagle.engine import StepRecord
+from examples.eagle.model import Config, TinyLM
 from examples.eagle.report import figures_table, plot, summarize
 from examples.eagle.scheduler import Request
 from examples.eagle.weights import load_target
@@ -88,12 +89,19 @@ def test_sampling_repeats_with_its_seed(capsys: pytest.CaptureFixture[str]) -> N
         (["a", "--max-tokens", "0"], "--max-tokens 0: use at least 1"),
         (["a", "--max-reqs", "0"], "--max-reqs 0: use 1 to 256"),
         (["a", "--device", "tpu"], "--device tpu: use cuda or cpu"),
+        (["a", "--device", "cpu:x"], "--device cpu:x: use cuda or cpu"),
+        (["a", "--device", "cuda:x"], "--device cuda:x: use cuda or cpu"),
+        (["a", "--device", "cuda:256"], "--device cuda:256: use cuda or cpu"),
+        (["a", "--device", "meta"], "--device meta: use cuda or cpu"),
+        (["a", "--device", ""], "--device : use cuda or cpu"),
+        (["a", "--device", "cuda:60"], "--device cuda:60: "),
         (["a", "--seed", str(2**64)], "use one of 64 bits"),
         (["--file", "/nowhere/at/all"], "--file /nowhere/at/all: No such file"),
         (["a", "--weights", "/nowhere/at/all"], "no weights at /nowhere/at/all"),
         (["a", "--draft", "/nowhere/at/all"], "no draft weights at /nowhere/at/all"),
         (["a", "--plot", "/nowhere/at/all.png"], "there is no directory /nowhere/at"),
-        (["a", "--max-tokens", "1", "--graphs", "none", "--plot", "all.xyz"], "--plot all.xyz"),
+        (["a", "--plot", "all.foo"], "all.foo: use a name that ends in .pdf, .png, .svg"),
+        (["a", "--plot", "all"], "--plot all: use a name that ends in .pdf, .png, .svg"),
         (["a", "--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
@@ -103,29 +111,84 @@ def test_bad_input_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as error:
         cli.main(arguments)
     assert error.value.code == 2
-    captured = capsys.readouterr().err
-    assert captured.startswith("python -m examples.eagle: ")
-    assert captured.count("\n") == 1
-    assert message in captured
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("python -m examples.eagle: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", "cpu:3"])
+def test_a_cpu_is_one_whatever_its_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    arguments = ["a", "--max-tokens", "1", "--graphs", "none", "--device", device]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 prompt on cpu, ")
+    assert "not how fast they are" in out
+    assert threads == [1]
+
+
+def test_a_gpu_that_is_not_there_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit) as error:
+        cli.main(["a", "--device", "cuda:2"])
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--device cuda:2: the last GPU here is cuda:1; use that or less" in captured.err
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "cut"), [(508, 4, False), (508, 5, True)])
+def test_texts_that_end_at_the_models_length_are_announced_once(
+    capsys: pytest.CaptureFixture[str], prompt: int, max_tokens: int, cut: bool
+) -> None:
+    out = output_of(
+        capsys, "x" * prompt, "a", "--plain", "--graphs", "decode",
+        "--max-tokens", str(max_tokens),
+    )  # fmt: skip
+    assert out.count("A text ends at the model's length, 512 bytes with its prompt") == cut
+    assert out.count(f"even where --max-tokens {max_tokens} asks for more.\n") == cut
 
 
 def test_bad_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    empty, damaged, other = (tmp_path / name for name in ("empty.txt", "damaged", "other"))
+    empty, damaged, other, small = (
+        tmp_path / name for name in ("empty.txt", "damaged", "other", "small")
+    )
+    directory = tmp_path / "plot.png"
+    directory.mkdir()
     empty.write_text("\n\n")
     damaged.write_bytes(b"no weights")
     weights.save(other, torch.nn.Linear(2, 2), {"config": weights.describe(load_target().config)})
+    sizes = Config(width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16, max_length=32)
+    weights.save(small, TinyLM(sizes), {"config": weights.describe(sizes)})
     for arguments, message in (
         (["--file", str(empty)], "has no prompt: write one a line"),
         (["--file", str(tmp_path)], "Is a directory"),
         (["a", "--weights", str(damaged)], "is no readable weights file"),
         (["a", "--weights", str(other)], "holds another model's weights"),
+        (["a", "--weights", str(tmp_path)], f"{tmp_path} is a directory: name the weights file"),
+        (["a", "--draft", str(tmp_path)], f"{tmp_path} is a directory: name the weights file"),
+        (["a", "--weights", str(small), "--plain"], "max_length=512 is beyond the model's 32"),
+        (["a", "--weights", "x" * 300], "File name too long"),
+        (["a", "--draft", "x" * 300], "File name too long"),
+        (["a", "--plot", str(directory)], f"--plot {directory} is a directory: name a file"),
         (["a", "--draft", str(damaged)], "is no readable weights file"),
         (["a", "--draft", str(other)], "doesn't say what sizes its draft head has"),
     ):
         with pytest.raises(SystemExit) as error:
             cli.main(arguments)
         assert error.value.code == 2
-        assert message in capsys.readouterr().err
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert message in captured.err
 
 
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:

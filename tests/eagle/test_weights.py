@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from examples.eagle import corpus, train, weights
 from examples.eagle.attention import PagedCache, UniformAttention, VarlenAttention
+from examples.eagle.draft import load_draft
 from examples.eagle.model import Config, TinyLM
 
 SMALL = Config(width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16, max_length=32)
@@ -118,6 +121,39 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     weights.save(path, TinyLM(SMALL), {})
     with pytest.raises(weights.WeightsError, match="doesn't say what sizes its model has"):
         weights.load_target(path)
+
+
+def test_a_directory_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(weights.WeightsError) as caught:
+        weights.load_target(tmp_path)
+    assert str(caught.value) == f"{tmp_path} is a directory: name the weights file in it"
+
+
+@pytest.mark.parametrize("name", [field.name for field in attrs.fields(Config)])
+@pytest.mark.parametrize("size", [1.5, 1.0, True, "8", None, 0, -1, [8]])
+def test_a_config_takes_sizes_only(tmp_path: Path, name: str, size: Any) -> None:
+    error = ValueError if type(size) is int else TypeError
+    with pytest.raises(error, match=f"^{re.escape(f'{name}={size!r} is no size: use ')}"):
+        Config(**{name: size})
+    path = tmp_path / "x.safetensors"
+    weights.save(path, TinyLM(SMALL), {"config": {**weights.describe(SMALL), name: size}})
+    with pytest.raises(weights.WeightsError) as caught:
+        weights.load_target(path)
+    assert str(caught.value) == f"{path} doesn't say what sizes its model has: restore it"
+
+
+@pytest.mark.parametrize(
+    "changed", [{"target": {"width": 1.5}}, {"target_layers": [1.0]}, {"target_layers": [True]}]
+)
+def test_a_drafts_sizes_are_checked_too(
+    tmp_path: Path, target: TinyLM, changed: dict[str, Any]
+) -> None:
+    path = tmp_path / "x.safetensors"
+    stored = {"target": weights.describe(Config()), "target_layers": [], **changed}
+    weights.save(path, TinyLM(SMALL), {"draft_config": stored})
+    with pytest.raises(weights.WeightsError) as caught:
+        load_draft(target, path)
+    assert str(caught.value) == f"{path} doesn't say what sizes its draft head has: restore it"
 
 
 def test_another_models_weights_are_refused(tmp_path: Path) -> None:

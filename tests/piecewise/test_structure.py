@@ -200,6 +200,33 @@ def test_breaks_in_another_order_in_the_capture(device):
         runner_of(device, lambda x: one(other(x)) if step() else other(one(x)), 4)
 
 
+def test_two_breaks_of_one_name_that_change_places_are_told_apart(device):
+    step = counter_fn(0, 1)
+    one, other = (gk.eager_break(lambda h, n=n: h * n) for n in (2, 3))
+    with pytest.raises(
+        gk.CaptureError, match=r"number 1 in the capture, and another .*<lambda> in the warm-up"
+    ):
+        runner_of(device, lambda x: one(other(x)) if step() else other(one(x)), 4)
+
+
+def test_a_break_that_the_function_makes_anew_is_refused(device):
+    def fn(x):
+        @gk.eager_break
+        def middle(h):
+            return h * 2
+
+        return middle(x + 1)
+
+    with pytest.raises(gk.CaptureError) as caught:
+        runner_of(device, fn, 4)
+    message = str(caught.value)
+    assert (
+        "<locals>.middle was reached as number 1 in the capture, and is another object than the break "
+        "of that name in the warm-up, as when the function makes it anew in each call; decorate it "
+        "once, outside the function" in message
+    )
+
+
 def test_more_and_fewer_breaks_in_the_capture(device):
     middle = gk.eager_break(lambda h: h * 2)
     step = counter_fn(0, 1)

@@ -154,7 +154,7 @@ class GroupMachine(RuleBasedStateMachine):
     def end_leases(self) -> None:
         """Whatever was given out is stale."""
         for output, _ in self.leased:
-            with pytest.raises(gk.StaleOutputError, match="output 'value' was read after"):
+            with pytest.raises(gk.StaleOutputError, match="its output was read after"):
                 output.tolist()
         self.leased.clear()
 

@@ -1,0 +1,393 @@
+"""Wrong answers that were found by trying to break the library: each test shows one, with the right value."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphkit as gk
+
+batch = gk.Dim("batch", 8)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> gk.BufferSpec:
+    """A buffer of `batch` rows, padded with 0."""
+    return gk.BufferSpec((batch, *shape), dtype, pad=0, **options)
+
+
+def policy(mode: gk.Mode = gk.FULL) -> gk.Policy:
+    """Buckets of 2, 4 and 8 rows."""
+    return gk.Policy([gk.Route(mode, gk.Buckets.of(batch, 2, 4, 8))])
+
+
+def captured(
+    fn: Callable[..., Any], *, mode: gk.Mode = gk.FULL, checked: bool = True, **options: Any
+) -> gk.GraphRunner:
+    """A captured runner of `fn` with one buffer, `x`."""
+    group = gk.GraphGroup("cpu", checked=checked)
+    group.buffers.declare(x=rows())
+    runner = group.runner("r", fn, policy=policy(mode), **options)
+    group.capture()
+    return runner
+
+
+def ones(count: int, value: float = 1.0) -> list[float]:
+    return [value] * count
+
+
+@pytest.mark.parametrize("eager", [None, "on purpose"])
+@pytest.mark.parametrize("mode", [gk.FULL, gk.PIECEWISE])
+def test_outputs_bound_to_each_other_s_buffers_are_swapped(
+    mode: gk.Mode, eager: str | None
+) -> None:
+    group = gk.GraphGroup("cpu")
+    buf = group.buffers.declare(x=rows(), y=rows())
+    outputs = {"x": buf.x, "y": buf.y}
+    runner = group.runner("r", lambda x, y: {"x": y, "y": x}, policy=policy(mode), outputs=outputs)
+    group.capture()
+    out = runner.run(runner.dispatch(batch=3, eager=eager), x=ones(3, 1.0), y=ones(3, 2.0))
+    assert out["x"].tolist() == ones(3, 2.0)
+    assert out["y"].tolist() == ones(3, 1.0)
+
+
+@pytest.mark.parametrize("eager", [None, "on purpose"])
+@pytest.mark.parametrize("to", ["static", "pool", "host"])
+def test_an_output_in_a_buffer_that_another_output_overwrites_has_the_old_values(
+    to: Any, eager: str | None
+) -> None:
+    group = gk.GraphGroup("cpu")
+    buf = group.buffers.declare(x=rows())
+    outputs = {"new": buf.x, "old": gk.Output((batch,), torch.float32, to=to)}
+    runner = group.runner("r", lambda x: {"new": x + 1, "old": x}, policy=policy(), outputs=outputs)
+    group.capture()
+    out = runner.run(runner.dispatch(batch=3, eager=eager), x=ones(3))
+    assert out["new"].tolist() == ones(3, 2.0)
+    assert out["old"].tolist() == ones(3, 1.0)
+
+
+@pytest.mark.parametrize(
+    "result", [lambda x: {"a": {"b": x}, "a.b": x + 1}, lambda x: {1: x, "1": x + 1}]
+)
+def test_outputs_of_one_name_are_refused(result: Callable[..., Any]) -> None:
+    with pytest.raises(gk.CaptureError, match="two outputs that are both named"):
+        captured(result)
+
+
+def test_a_run_inside_a_stage_block_is_refused() -> None:
+    runner = captured(lambda x: x + 1)
+    dispatch = runner.dispatch(batch=3)
+    with runner.stage(dispatch) as staged:
+        staged.host["x"][:] = 5
+        with pytest.raises(gk.StateError, match="block of it is open"):
+            runner.run(dispatch, x=ones(3))
+        with pytest.raises(gk.StateError, match="block of it is open"), runner.stage(dispatch):
+            pass
+    assert runner.run(dispatch).tolist() == ones(3, 6.0)
+
+
+def test_a_stage_block_left_by_an_exception_stages_nothing() -> None:
+    runner = captured(lambda x: x + 1)
+    dispatch = runner.dispatch(batch=3)
+
+    def leave() -> None:
+        with runner.stage(dispatch) as staged:
+            staged.host["x"][:] = 5
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        leave()
+    assert runner.run(dispatch, x=ones(3)).tolist() == ones(3, 2.0)
+    with pytest.raises(gk.InputError, match="'x' is missing"):
+        runner.run(dispatch)
+
+
+def test_a_capture_forgets_what_was_staged_in_the_memory_that_its_examples_use() -> None:
+    is_broken = True
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if is_broken and x.shape[0] == 8:
+            raise KeyError("mine")
+        return x + 1
+
+    group = gk.GraphGroup("cpu", on_error="skip")
+    group.buffers.declare(x=rows())
+    runner = group.runner("r", fn, policy=policy())
+    group.capture()
+    dispatch = runner.dispatch(batch=2)
+    with runner.stage(dispatch) as staged:
+        staged.host["x"][:] = 5
+    is_broken = False
+    group.capture()
+    with pytest.raises(gk.InputError, match="'x' is missing"):
+        runner.run(dispatch)
+
+
+def test_a_weight_changed_in_place_reaches_a_graph_captured_under_autocast() -> None:
+    model = torch.nn.Linear(5, 20, bias=False)
+    group = gk.GraphGroup("cpu")
+    wrapped = group.wrap(model, input=rows(5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(1, 5))
+        group.capture()
+        assert torch.is_autocast_cache_enabled()
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        assert torch.equal(wrapped(input=torch.ones(3, 5)), torch.full((3, 20), 5.0).bfloat16())
+
+
+@pytest.mark.parametrize("row", [-1, 2, np.int64(2), [2], slice(-1, None), torch.tensor([2])])
+def test_scratch_restores_the_row_that_it_names(row: Any) -> None:
+    state = torch.zeros(3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state[-1:].add_(1)
+        return x + 1
+
+    captured(fn, mutates=[gk.Scratch(state, rows=row)])
+    assert state.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_dispatch_of_another_runner_s_that_is_too_large_is_refused() -> None:
+    runner = captured(lambda x: x + 1)
+    other = gk.Dispatcher(gk.Policy([]), [gk.Dim("batch", 100)])
+    with pytest.raises(gk.InputError, match="batch=50 is above the maximum 8"):
+        runner.run(other.dispatch(batch=50), x=ones(50))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.float16, 1e6),
+        (torch.float32, 1e39),
+        (torch.float8_e4m3fn, 1e4),
+        (torch.float16, [1e6]),
+    ],
+)
+def test_a_float_out_of_range_isn_t_rounded_to_infinity(dtype: torch.dtype, value: Any) -> None:
+    group = gk.GraphGroup("cpu")
+    shape = (1,) if isinstance(value, list) else ()
+    wrapped = group.wrap(lambda x: x.clone(), x=gk.BufferSpec(shape, dtype))
+    group.capture()
+    with pytest.raises(gk.InputError, match=r"out of the range of torch\.float"):
+        wrapped(x=value)
+
+
+def test_infinity_nan_and_the_largest_float_are_taken_as_they_are() -> None:
+    runner = captured(lambda x: x + 0)
+    largest = 3.4028235e38
+    out = runner.run(runner.dispatch(batch=3), x=[float("inf"), float("nan"), largest])
+    assert out[0].item() == float("inf")
+    assert out[1].isnan()
+    assert out[2].item() == torch.finfo(torch.float32).max
+
+
+def test_a_list_of_tensors_that_numpy_refuses_is_an_input_error() -> None:
+    runner = captured(lambda x: x + 1)
+    with pytest.raises(gk.InputError, match="requires grad"):
+        runner.run(runner.dispatch(batch=1), x=[torch.ones((), requires_grad=True)])
+
+
+def test_a_sparse_input_is_refused_for_its_layout() -> None:
+    runner = captured(lambda x: x + 1)
+    with pytest.raises(gk.InputError, match=r"layout torch\.sparse_coo"):
+        runner.run(runner.dispatch(batch=2), x=torch.ones(2).to_sparse())
+
+
+def test_a_higher_order_operator_is_refused_as_a_capture() -> None:
+    def fn(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    with pytest.raises(gk.CaptureError, match="higher-order operators"):
+        captured(fn)
+
+
+def test_a_stale_output_in_a_list_given_by_keyword_raises() -> None:
+    runner = captured(lambda x: x + 1)
+    dispatch = runner.dispatch(batch=2)
+    stale = runner.run(dispatch, x=ones(2))
+    runner.run(dispatch, x=ones(2))
+    with pytest.raises(gk.StaleOutputError):
+        torch.cat(tensors=[stale])
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_an_output_can_be_copied_and_pickled(checked: bool) -> None:
+    runner = captured(lambda x: x + 1, checked=checked)
+    dispatch = runner.dispatch(batch=2)
+    out = runner.run(dispatch, x=ones(2))
+    file = io.BytesIO()
+    torch.save(out, file)
+    file.seek(0)
+    unpickled = pickle.loads(pickle.dumps(out))  # noqa: S301
+    copies = [copy.deepcopy(out), unpickled, torch.load(file)]
+    runner.run(dispatch, x=ones(2, 50.0))
+    for kept in copies:
+        assert type(kept) is torch.Tensor
+        assert kept.tolist() == ones(2, 2.0)
+
+
+def test_a_stale_output_can_t_be_pickled() -> None:
+    runner = captured(lambda x: x + 1)
+    dispatch = runner.dispatch(batch=2)
+    stale = runner.run(dispatch, x=ones(2))
+    runner.run(dispatch, x=ones(2))
+    with pytest.raises(gk.StaleOutputError):
+        pickle.dumps(stale)
+
+
+def test_an_eager_output_in_an_input_s_buffer_is_stale_after_the_next_run() -> None:
+    runner = captured(lambda x: {"view": x[:], "new": x + 1})
+    dispatch = runner.dispatch(batch=3, eager="on purpose")
+    out = runner.run(dispatch, x=ones(3))
+    assert out["view"].tolist() == ones(3)
+    runner.run(dispatch, x=ones(3, 2.0))
+    with pytest.raises(gk.StaleOutputError, match="buffer 'x'"):
+        out["view"].tolist()
+    assert out["new"].tolist() == ones(3, 2.0)
+
+
+@pytest.mark.parametrize("eager", [None, "on purpose"])
+def test_a_break_that_fills_a_buffer_ends_leases_on_it(eager: str | None) -> None:
+    group = gk.GraphGroup("cpu", checked=True)
+    buf = group.buffers.declare(x=rows(), z=rows(), filled=rows())
+
+    @gk.eager_break(out=buf.filled)
+    def fill(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * 2)
+
+    first = group.runner("first", lambda z: z + 1, policy=policy(), outputs=buf.filled)
+    second = group.runner("second", lambda x: fill(x) + 1, policy=policy(gk.PIECEWISE))
+    group.capture()
+    out = first.run(first.dispatch(batch=3), z=ones(3))
+    second.run(second.dispatch(batch=3, eager=eager), x=ones(3, 50.0))
+    with pytest.raises(gk.StaleOutputError):
+        out.tolist()
+
+
+def test_a_break_may_not_return_the_same_memory_laid_out_otherwise() -> None:
+    is_transposed = False
+
+    @gk.eager_break
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return x.t() if is_transposed else x
+
+    group = gk.GraphGroup("cpu")
+    group.buffers.declare(x=rows(4))
+    outputs = gk.Output((batch, 4), torch.float32)
+    buckets = gk.Policy([gk.Route(gk.PIECEWISE, gk.Buckets.of(batch, 4, 8))])
+    runner = group.runner("r", lambda x: turn(x * 1) * 1, policy=buckets, outputs=outputs)
+    group.capture()
+    x = torch.arange(16.0).view(4, 4)
+    assert torch.equal(runner.run(runner.dispatch(batch=4), x=x), x)
+    is_transposed = True
+    with pytest.raises(gk.BreakError, match="not as it lay there"):
+        runner.run(runner.dispatch(batch=4), x=x)
+
+
+def test_memory_adopted_from_inference_mode_is_written_outside_it() -> None:
+    with torch.inference_mode():
+        memory = torch.zeros(8)
+    group = gk.GraphGroup("cpu")
+    buf = group.buffers.declare(x=rows(adopt=memory))
+    runner = group.runner("r", lambda x: x + 1, policy=policy())
+    group.capture()
+    for eager in (None, "on purpose"):
+        out = runner.run(runner.dispatch(batch=3, eager=eager), x=ones(3, 4.0))
+        assert out.tolist() == ones(3, 5.0)
+    assert buf.x.tensor.data_ptr() == memory.data_ptr()
+
+
+def test_graphs_serve_where_the_capture_context_fails_as_it_is_left() -> None:
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        yield
+        raise KeyError("mine")
+
+    group = gk.GraphGroup("cpu", capture_context=failing)
+    group.buffers.declare(x=rows())
+    runner = group.runner("r", lambda x: x + 1, policy=policy())
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            group.capture()
+        assert group.state is gk.State.CAPTURED
+        dispatch = runner.dispatch(batch=3)
+        assert dispatch.mode is gk.FULL
+        assert runner.run(dispatch, x=ones(3)).tolist() == ones(3, 2.0)
+        group.release()
+
+
+def test_rows_beside_those_of_the_batch_are_not_inferred() -> None:
+    """Their place can't be seen in a shape: the batch's own rows may be the prefix, or not."""
+    end = torch.tensor([7.0, 8.0, 9.0])
+    group = gk.GraphGroup("cpu")
+    rows = gk.Dim("rows", 8)
+    group.wrap(lambda x: torch.cat([x, end]), x=gk.BufferSpec((rows,), torch.float32, pad=0))
+    with pytest.raises(
+        gk.SpecError, match="looks like \\(rows \\+ 3,\\), whose rows .* comes first"
+    ):
+        group.capture()
+
+
+def test_a_piecewise_graph_bakes_what_prepare_returns_and_says_so() -> None:
+    group = gk.GraphGroup("cpu", checked=True)
+    rows = gk.Dim("rows", 8)
+    group.buffers.declare(x=gk.BufferSpec((rows,), torch.float32, pad=0))
+    pause = gk.eager_break(lambda x: x * 1)
+    runner = group.runner(
+        "r",
+        lambda x, scale: pause(x * scale),
+        policy=gk.Policy.piecewise(gk.Buckets.of(rows, 1, 4, 8)),
+        prepare=lambda step: {"scale": step.context or 1},
+    )
+    group.capture()
+    runner.run(runner.dispatch(rows=2), x=[1.0, 2.0])
+    with pytest.raises(gk.StateError, match="prepare returned scale=5 .* and 1 is baked"):
+        runner.run(runner.dispatch(rows=2), x=[1.0, 2.0], context=5)
+
+
+def test_a_conjugate_is_not_the_memory_that_it_lies_in() -> None:
+    group = gk.GraphGroup("cpu")
+    rows = gk.Dim("rows", 4)
+    buffers = group.buffers.declare(z=gk.BufferSpec((rows,), torch.complex64, pad=0))
+    runner = group.runner(
+        "r", lambda z: z.conj(), policy=gk.Policy.full(gk.Buckets.powers(rows)), outputs=buffers.z
+    )
+    group.capture()
+    out = runner.run(runner.dispatch(rows=1), z=torch.tensor([1 + 2j]))
+    assert out.tolist() == [1 - 2j]
+
+
+def test_an_interrupted_capture_is_made_again() -> None:
+    group = gk.GraphGroup("cpu")
+    rows = gk.Dim("rows", 8)
+    calls: list[int] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return x + 1
+
+    wrapped = group.wrap(
+        fn,
+        x=gk.BufferSpec((rows,), torch.float32, pad=0),
+        policy=gk.Policy.full(gk.Buckets.of(rows, 4, 8)),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        group.capture()
+    group.capture()
+    assert wrapped.runner.dispatch(rows=6).mode is gk.FULL
+
+
+@pytest.mark.parametrize("pad", [gk.continue_(1), gk.repeat_last])
+def test_pads_that_may_leave_the_valid_range_are_refused(pad: Any) -> None:
+    with pytest.raises(gk.SpecError, match="valid="):
+        gk.BufferSpec((gk.Dim("rows", 4),), torch.int64, pad=pad, valid=(2, 12))
