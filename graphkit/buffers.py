@@ -23,6 +23,7 @@ Extent = int | Dim | Affine
 """One axis of a shape: fixed, or in terms of a dim."""
 
 Layout = Literal["strided", "packed"]
+_VIEWS = 4096
 
 _INTEGERS = {
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -344,6 +345,8 @@ class Buffer:
         shape = shape_at(self.spec.shape, sizes)
         view = self._views.get(shape)
         if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
             view = self._views[shape] = self._make_view(shape)
         return view
 

@@ -199,6 +199,10 @@ class GraphGroup:
         roles = dict(options.get("inputs") or {})
         taken = {role.buffer for role in roles.values() if isinstance(role, (Fed, Resident))}
         options["inputs"] = {n: Fed(n) for n in declared if n not in taken} | roles
+        module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+        if isinstance(module, torch.nn.Module):
+            # Its parameters are what the graphs read, whoever replaces them.
+            options["reads"] = [*options.get("reads", ()), module]
         if policy is None:
             dims = {d.name: d for spec in declared.values() for d in dims_of(spec.shape)}
             policy = default_policy(tuple(dims.values()))

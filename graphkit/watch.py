@@ -64,7 +64,14 @@ def _named(reads: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def fingerprints(reads: Iterable[Any]) -> dict[str, Fingerprint]:
     """The fingerprints of all tensors that the sources give, by name."""
-    return {name: Fingerprint.of(tensor) for name, tensor in _named(reads)}
+    found: dict[str, Fingerprint] = {}
+    for name, tensor in _named(reads):
+        # Two modules may have a parameter of one name.
+        unique, number = name, 2
+        while unique in found:
+            unique, number = f"{name} ({number})", number + 1
+        found[unique] = Fingerprint.of(tensor)
+    return found
 
 
 def check_fingerprints(reads: Iterable[Any], known: Mapping[str, Fingerprint], where: str) -> None:

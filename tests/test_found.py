@@ -391,3 +391,42 @@ def test_an_interrupted_capture_is_made_again() -> None:
 def test_pads_that_may_leave_the_valid_range_are_refused(pad: Any) -> None:
     with pytest.raises(gk.SpecError, match="valid="):
         gk.BufferSpec((gk.Dim("rows", 4),), torch.int64, pad=pad, valid=(2, 12))
+
+
+def test_a_wrapped_module_is_watched() -> None:
+    model = torch.nn.Linear(2, 2)
+    group = gk.GraphGroup("cpu", checked=True)
+    rows = gk.Dim("rows", 4)
+    fast = group.wrap(model, input=gk.BufferSpec((rows, 2), torch.float32, pad=0))
+    group.capture()
+    fast(input=torch.ones(3, 2))
+    model.weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(gk.StaleGraphError, match="weight was"):
+        fast(input=torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_two_watched_modules_may_have_parameters_of_one_name(which: int) -> None:
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    group = gk.GraphGroup("cpu", checked=True)
+    rows = gk.Dim("rows", 4)
+    fast = group.wrap(
+        lambda x: models[1](models[0](x)),
+        x=gk.BufferSpec((rows, 2), torch.float32, pad=0),
+        reads=models,
+    )
+    group.capture()
+    fast(x=torch.ones(3, 2))
+    models[which].weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(gk.StaleGraphError, match="weight"):
+        fast(x=torch.ones(3, 2))
+
+
+def test_views_of_a_buffer_are_bounded() -> None:
+    group = gk.GraphGroup("cpu")
+    rows = gk.Dim("rows", 5000)
+    group.buffers.declare(x=gk.BufferSpec((rows,), torch.uint8, pad=0))
+    buffer = group.buffers["x"]
+    for size in range(5000):
+        buffer.view({"rows": size})
+    assert len(buffer._views) <= 4096

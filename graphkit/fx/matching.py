@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from graphkit.errors import SpecError
 
 Operator = torch._ops.OpOverload | torch._ops.OpOverloadPacket | str | Callable[..., Any]
-"""``torch.ops.aten.mm``, ``torch.ops.aten.mm.default``, "aten::mm", a builtin function of torch's, or a "
-"predicate over nodes."""
+"""``torch.ops.aten.mm``, ``torch.ops.aten.mm.default``, "aten::mm", a builtin function of torch's, or a
+predicate over nodes."""
 
 
 class Matcher:
