@@ -11,7 +11,7 @@ GraphkitError
 ├── StaleOutputError     (RuntimeError)  an output was read after its lease ended
 ├── StateError           (RuntimeError)  not in this state: closed, released, under capture
 ├── ConcurrentRunError   (RuntimeError)  two runs of one group at a time
-└── MemoryBudgetError    (MemoryError)   the budget or the device is too small
+└── MemoryBudgetError    (MemoryError)   the device is too small
 
 GraphkitWarning          (UserWarning)
 ├── UnreachableBucketWarning             a bucket that dispatch never picks while better ones are captured
@@ -85,7 +85,7 @@ class ConcurrentRunError(GraphkitError, RuntimeError):
 
 
 class MemoryBudgetError(GraphkitError, MemoryError):
-    """The memory budget, or the device's memory, is too small for a bucket."""
+    """The device's memory is too small for a bucket."""
 
 
 class GraphkitWarning(UserWarning):

@@ -272,7 +272,8 @@ class GraphGroup:
         """Warm up and capture every bucket of every runner that isn't captured.
 
         All are warmed up, then captured, PIECEWISE before FULL and the largest first. After a failure
-        the captured buckets serve, and another call goes on with the missing ones.
+        the other buckets go on, and serve; with ``on_error="raise"`` the first failure is raised at the
+        end. Another call goes on with the missing ones.
 
         Args:
             order: sort key of (mode, bucket) to capture by instead.

@@ -88,11 +88,6 @@ def as_fed(pads: Sequence[Pad | None]) -> tuple[Pad | None, ...]:
     )
 
 
-def is_padded(pads: Sequence[Pad | None]) -> bool:
-    """Whether graphkit writes any of these."""
-    return any(pad is not None and pad.is_written for pad in pads)
-
-
 def as_pad(value: Any) -> Pad:
     """A `Pad` as it is, or a plain value as the pad that fills with it."""
     return value if isinstance(value, Pad) else Pad("value", _scalar(value, "a pad"))

@@ -131,6 +131,7 @@ class GraphRunner(RunnerCore):
                 step.host = staged.hosted
                 self.prepare_host(step)
             if shared.checked:
+                self.check_producers(entry.layout.views, dispatch.sizes, entry.where)
                 self.end_leases(replay=True)
             if entry.set_source is None:
                 self.staging.move(plan.plan, staged)

@@ -11,10 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphkit.buckets import Bucket
-from graphkit.buffers import Buffers, shape_text
+from graphkit.buffers import Buffers, shape_at, shape_text
 from graphkit.dims import Affine, Dim, dims_by_name
 from graphkit.dispatch import Dispatcher, Policy
-from graphkit.errors import CaptureWarning, DowngradeWarning, SpecError
+from graphkit.errors import CaptureWarning, DowngradeWarning, SpecError, StateError
 from graphkit.example import default_example
 from graphkit.layout import Layout
 from graphkit.leases import Lease, LeasedTensor, with_lease
@@ -151,6 +151,26 @@ class RunnerCore:
                 f"got {type(made).__name__}"
             )
         return dict(made)
+
+    def check_producers(
+        self, views: Mapping[str, torch.Tensor], real: Mapping[str, int], where: str
+    ) -> None:
+        """Raise a `StateError` if a resident buffer isn't padded as `by_producer` promises."""
+        for name, buffer in self.binding.resident.items():
+            sizes = shape_at(buffer.spec.shape, real)
+            for axis, pad in enumerate(buffer.spec.pads):
+                if pad is None or pad.kind != "by_producer":
+                    continue
+                rows = tuple(slice(0, size) for size in sizes[:axis])
+                beyond = views[name][(*rows, slice(sizes[axis], None))]
+                wanted = torch.full_like(beyond, pad.value or 0)
+                same = (beyond == wanted) | ((beyond != beyond) & (wanted != wanted))
+                if not bool(same.all()):
+                    raise StateError(
+                        f"{where}: buffer {buffer.name!r} should hold {pad} beyond row {sizes[axis]} of axis "
+                        f"{axis}, and its producer left something else; pad it there, or declare a pad that graphkit "
+                        "writes"
+                    )
 
     def prepare_host(self, step: Step) -> None:
         """Call prepare_host, if there is one."""

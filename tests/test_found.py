@@ -430,3 +430,25 @@ def test_views_of_a_buffer_are_bounded() -> None:
     for size in range(5000):
         buffer.view({"rows": size})
     assert len(buffer._views) <= 4096
+
+
+@pytest.mark.parametrize("value", [7.0, float("nan")])
+def test_a_producer_that_does_not_pad_is_told_in_checked_mode(device: str, value: float) -> None:
+    group = gk.GraphGroup(device, checked=True)
+    rows = gk.Dim("rows", 4)
+    buffers = group.buffers.declare(
+        h=gk.BufferSpec((rows, 2), torch.float32, pad=gk.by_producer(value))
+    )
+    runner = group.runner(
+        "consumer",
+        lambda h: h * 2,
+        policy=gk.Policy.full(gk.Buckets.of(rows, 1, 4)),
+        inputs={"h": gk.Resident(buffers.h)},
+    )
+    group.capture()
+    dispatch = runner.dispatch(rows=3)
+    buffers.h.tensor.fill_(1.0)
+    with pytest.raises(gk.StateError, match=r"'h' should hold by_producer\(.*\) beyond row 3"):
+        runner.run(dispatch)
+    buffers.h.tensor[3:] = value
+    assert runner.run(dispatch).tolist() == [[2.0, 2.0]] * 3

@@ -11,7 +11,6 @@ from graphkit.pads import (
     as_pad,
     fill_device,
     host_fills,
-    is_padded,
     steps_of,
     tensor_fills,
     written_mask,
@@ -56,8 +55,6 @@ def test_numpy_scalars_are_numbers():
 def test_what_staging_writes_it_also_pads():
     pads = (gk.by_producer(3), None, gk.keep)
     assert as_fed(pads) == (Pad("value", 3), None, gk.keep)
-    assert not is_padded(pads)
-    assert is_padded(as_fed(pads))
 
 
 def padded(rows, real, pads, dtype=torch.int64):
