@@ -33,6 +33,7 @@ from graphkit.errors import (
     BucketError,
     CaptureError,
     CaptureWarning,
+    CheckError,
     ConcurrentRunError,
     DispatchError,
     DowngradeWarning,
@@ -46,7 +47,10 @@ from graphkit.errors import (
     StateError,
     UnreachableBucketWarning,
 )
+from graphkit.estimate import Estimate
+from graphkit.findings import CheckReport, Comparison, Finding, FindingKind
 from graphkit.group import GraphGroup
+from graphkit.lint import Refusal, lint
 from graphkit.mutation import Scratch
 from graphkit.outputs import Output
 from graphkit.pads import by_producer, continue_, keep, relied, repeat_last
@@ -85,6 +89,9 @@ __all__ = [
     "CaptureSession",
     "CaptureWarning",
     "Captured",
+    "CheckError",
+    "CheckReport",
+    "Comparison",
     "ConcurrentRunError",
     "Count",
     "Dim",
@@ -92,7 +99,10 @@ __all__ = [
     "DispatchError",
     "Dispatcher",
     "DowngradeWarning",
+    "Estimate",
     "Fed",
+    "Finding",
+    "FindingKind",
     "GraphGroup",
     "GraphRunner",
     "GraphkitError",
@@ -105,6 +115,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Reason",
+    "Refusal",
     "Report",
     "Resident",
     "Route",
@@ -128,6 +139,7 @@ __all__ = [
     "eager_break",
     "interleaved",
     "keep",
+    "lint",
     "relied",
     "repeat_last",
     "round_up",

@@ -8,8 +8,12 @@ from typing import Any
 
 import attrs
 
+from graphkit.errors import BucketError
 
-def _frozen_mapping(value: Mapping[str, Any]) -> Mapping[str, Any]:
+
+def _frozen_mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BucketError(f"a bucket's sizes and variant map names to values, got {value!r}")
     return MappingProxyType(dict(value))
 
 

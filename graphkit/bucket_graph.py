@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,10 @@ from graphkit.capture import CaptureSession
 from graphkit.dispatch import PIECEWISE, Dispatch, Mode
 from graphkit.errors import CaptureError
 from graphkit.inference import Sample
+from graphkit.inspection import CaptureInspection
 from graphkit.layout import Layout, Plan
 from graphkit.outputs import Tree
-from graphkit.piecewise import PiecewiseGraph
+from graphkit.piecewise import BreakCall, PiecewiseGraph
 from graphkit.recorders import CaptureRecorder, WarmupRecorder
 from graphkit.runner_core import RunnerCore
 from graphkit.step import Phase, Step, in_body
@@ -35,6 +37,8 @@ class BucketGraph:
         replays: how often the graph has run.
         set_source: one function for each ring slot, which makes the graph's own copy of the inputs
             read that slot; None where the copy is queued before the launch.
+        set_targets: for each slot of outputs on the host, functions that make the graph write there; None if it writes
+            the same one always.
     """
 
     def __init__(self, runner: RunnerCore, mode: Mode, bucket: Bucket) -> None:
@@ -53,6 +57,7 @@ class BucketGraph:
         self._ambient: Ambient | None = None
         self.failure: str | None = None
         self.set_source: Sequence[Callable[[], None]] | None = None
+        self.set_targets: Sequence[Sequence[Callable[[], None]]] | None = None
         self._source = torch.empty(0, device="cpu")
         self._graphs: list[Graph] = []
         self.launch: Callable[[], None] = self._not_captured
@@ -78,13 +83,22 @@ class BucketGraph:
         """How the ambient modes differ from those of the capture, in words; None if they don't."""
         if self._ambient is None:
             return None
-        return self._ambient.difference(Ambient.now(self.runner.backend.device, self.runner.fn))
+        return self._ambient.difference(self._ambient_now())
+
+    def _ambient_now(self) -> Ambient:
+        runner = self.runner
+        return Ambient.now(runner.backend.device, runner.fn, inside=runner.shared.checked)
+
+    @property
+    def breaks(self) -> tuple[BreakCall, ...]:
+        """The eager breaks that a replay runs, in order."""
+        graph = self._graphs[-1] if self._graphs else None
+        return graph.breaks if isinstance(graph, PiecewiseGraph) else ()
 
     @property
     def has_breaks(self) -> bool:
         """Whether a replay runs eager breaks."""
-        graph = self._graphs[-1] if self._graphs else None
-        return isinstance(graph, PiecewiseGraph) and bool(graph.breaks)
+        return bool(self.breaks)
 
     def pieces(self, sizes: Mapping[str, int]) -> tuple[Callable[[], None], ...]:
         """What a replay of a PIECEWISE graph calls, one after another, for a batch of these sizes."""
@@ -107,7 +121,7 @@ class BucketGraph:
         self.pool_outputs = {}
         self.replays = 0
         self.launch = self.unpack = self._not_captured
-        self.set_source = None
+        self.set_source = self.set_targets = None
 
     def _not_captured(self) -> None:
         raise CaptureError(f"{self.where} is not captured")
@@ -121,7 +135,9 @@ class BucketGraph:
         breaks = WarmupRecorder(step) if self.mode is PIECEWISE else None
         call = functools.partial(self._call, values)
         as_capturing = runner.options.warmup_as_capturing
-        with runner.preserved(), recording(breaks):
+        inspection = runner.shared.inspection
+        watched = contextlib.nullcontext() if inspection is None else inspection.warmup(values)
+        with runner.preserved(), recording(breaks), watched:
             if runner.watches_writes:
                 with WriteWatch(runner.declared_memory(self.layout)) as watch:
                     result = session.warmup(call, as_capturing=as_capturing)
@@ -168,7 +184,7 @@ class BucketGraph:
                     )
         self.failure = None
         self.reads = fingerprints(runner.options.reads)
-        self._ambient = Ambient.now(runner.backend.device, runner.fn)
+        self._ambient = self._ambient_now()
         if self.mode is not PIECEWISE:
             self.launch = self._graphs[-1].replay
         if runner.has_prepare:
@@ -178,6 +194,8 @@ class BucketGraph:
             self.set_source = runner.backend.sources(
                 self._first_segment(), self.layout.moved, sources
             )
+        if runner.results.depth > 1 and runner.results.any_on_host:
+            self.set_targets = self._target_setters()
         if self.num_nodes == 0:
             runner.warn(
                 f"{self.where}: the graph is empty: nothing was launched while it was captured"
@@ -191,10 +209,13 @@ class BucketGraph:
             # prepare runs between the two, on what the first has unpacked.
             graphs.append(session.capture(self._begin).graph)
 
+        inspection = self._inspected(values)
+
         def body() -> tuple[Tree, dict[str, torch.Tensor]]:
             if not self.runner.has_prepare:
                 self._begin()
-            tree = Tree(self._call(values), self.where)
+            with inspection or contextlib.nullcontext():
+                tree = Tree(self._call(values), self.where)
             return tree, self.runner.results.write(tree, self.bucket.sizes, self.where)
 
         breaks = self._capture_recorder(session, step) if self.mode is PIECEWISE else None
@@ -203,7 +224,33 @@ class BucketGraph:
         tree, kept = captured.result
         # What isn't kept must not hold memory of the pool, which the next capture uses again.
         tree.leaves = [None] * len(tree.leaves)
+        if inspection is not None:
+            self._inspect(inspection, graphs, kept)
         return graphs, tree, kept
+
+    def _inspected(self, values: Mapping[str, Any]) -> CaptureInspection | None:
+        runner, inspection = self.runner, self.runner.shared.inspection
+        if inspection is None:
+            return None
+        declared = runner.declared_memory(self.layout)
+        return inspection.capture(self.where, runner.fn, runner.options.reads, values, declared)
+
+    def _inspect(
+        self,
+        inspection: CaptureInspection,
+        graphs: Sequence[Graph],
+        kept: Mapping[str, torch.Tensor],
+    ) -> None:
+        try:
+            inspection.refuse_stale_plan()
+        except CaptureError:
+            for graph in graphs:
+                graph.release()
+            raise
+        # A recording holds what it made, and so do the breaks' arguments.
+        finds_all = self.mode is not PIECEWISE and self.runner.backend.recordings == 1
+        for remark in inspection.remarks(kept=kept.values(), finds_all=finds_all):
+            self.runner.remark(remark)
 
     def _begin(self) -> None:
         """The graph's first nodes: what the step has staged reaches the buffers."""
@@ -215,6 +262,15 @@ class BucketGraph:
     def _first_segment(self) -> Graph:
         first = self._graphs[0]
         return first.segments[0] if isinstance(first, PiecewiseGraph) else first
+
+    def _target_setters(self) -> list[tuple[Callable[[], None], ...]]:
+        last = self._graphs[-1]
+        segment = last.segments[-1] if isinstance(last, PiecewiseGraph) else last
+        setters = [
+            self.runner.backend.targets(segment, targets[0], targets)
+            for targets in self.runner.results.targets(self.bucket.sizes)
+        ]
+        return list(zip(*setters, strict=True))
 
     def _capture_recorder(self, session: CaptureSession, step: Step) -> CaptureRecorder:
         runner = self.runner
@@ -238,14 +294,15 @@ class BucketGraph:
             self._plan = runner.staging.plan(self.layout, self.bucket.sizes)
             runner.staging.prepare_unpack(self.layout)
         fed, resident = runner.example_batch(self.bucket, variation)
+        # What a run must not wait for, a capture may.
+        runner.staging.ring.wait()
         staged = runner.staging.write(self._plan, fed)
         step = Step(self.dispatch, phase, self.layout.views, staged.hosted, None, self.state)
         runner.prepare_host(step)
         runner.staging.move(self._plan, staged)
         self._source = staged.moved
         for name, value in resident.items():
-            view = self.layout.views[name]
-            view.copy_(torch.as_tensor(value, device="cpu").to(view.dtype))
+            _fill(self.layout.views[name], value)
         runner.staging.unpack(self.layout)
         values = runner.arguments(self.layout.views, self.bucket.variant)
         values.update(runner.prepare(step))
@@ -256,3 +313,12 @@ class BucketGraph:
         # The breaks of a PIECEWISE graph get the step from their recorder; a FULL graph has none.
         with in_body(None, self.bucket.sizes):
             return runner.binding.call(runner.fn, dict(values))
+
+
+def _fill(view: torch.Tensor, value: Any) -> None:
+    """Write example contents, which may be one value for all elements."""
+    source = torch.as_tensor(value, device="cpu")
+    if source.numel() > 1 and not any(source.stride()):
+        view.fill_(source.flatten()[0].item())
+    else:
+        view.copy_(source.to(view.dtype))

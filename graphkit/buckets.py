@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from graphkit.bucket import Bucket
-from graphkit.dims import AtMost, Dim, as_size, check_name, dims_by_name
+from graphkit.dims import AtMost, Dim, as_items, as_size, check_name, dims_by_name
 from graphkit.errors import BucketError, SpecError
 
 Size = int | Dim | AtMost
@@ -33,13 +33,14 @@ def _size(value: object, dim: Dim, what: str = "a bucket size") -> int:
 
 
 def _chosen(dim: Dim, values: Iterable[object], what: str = "a bucket size") -> list[int]:
-    given = list(values)
+    sizes = f"the sizes of dim {dim.name!r}"
+    given = as_items(values, sizes, error=BucketError)
     if (
         len(given) == 1
         and not isinstance(given[0], (str, bytes))
         and isinstance(given[0], Iterable)
     ):
-        given = list(given[0])
+        given = as_items(given[0], sizes, error=BucketError)
     if not given:
         raise BucketError(f"no bucket sizes of dim {dim.name!r} were given; give at least one")
     return sorted({_size(value, dim, what) for value in given})

@@ -6,6 +6,7 @@ business (`graphkit.parameters`). Runners of one group share a buffer by its nam
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from graphkit.dims import Affine, Dim, affine, check_name, dims_by_name
-from graphkit.errors import SpecError, StateError
-from graphkit.hostdata import has_numpy
+from graphkit.dims import Affine, Dim, affine, as_items, check_name, dims_by_name
+from graphkit.errors import InputError, SpecError, StateError
+from graphkit.hostdata import check_dtype, has_numpy
 from graphkit.pads import Pad, as_pad
 
 Extent = int | Dim | Affine
@@ -31,6 +32,10 @@ _INTEGERS = {
 }  # fmt: skip
 
 
+_MOST_AXES = 64
+"""Of any tensor of torch's."""
+
+
 def as_shape(shape: Any, what: str) -> tuple[Extent, ...]:
     """A shape as a tuple of ints, dims and affine expressions.
 
@@ -41,6 +46,7 @@ def as_shape(shape: Any, what: str) -> tuple[Extent, ...]:
         shape = (shape,)
     if not isinstance(shape, Sequence) or isinstance(shape, (str, bytes)):
         raise SpecError(f"the shape of {what} must be a tuple of ints and dims, got {shape!r}")
+    shape = as_items(shape, f"the shape of {what}", limit=_MOST_AXES)
     for axis, extent in enumerate(shape):
         if isinstance(extent, (Dim, Affine)):
             continue
@@ -88,14 +94,6 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
         )
 
 
-def _dtype(value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise SpecError(
-            f"dtype must be a torch.dtype, got {value!r} of type {type(value).__name__}"
-        )
-    return value
-
-
 def _layout(value: Any) -> Any:
     if value not in ("strided", "packed"):
         raise SpecError(f"layout must be 'strided' or 'packed', got {value!r}")
@@ -128,7 +126,7 @@ class BufferSpec:
     """
 
     shape: tuple[Extent, ...] = attrs.field(converter=_buffer_shape)
-    dtype: torch.dtype = attrs.field(converter=_dtype)
+    dtype: torch.dtype = attrs.field(converter=check_dtype)
     pad: Any = attrs.field(default=None, kw_only=True)
     valid: tuple[int, int] | None = attrs.field(default=None, kw_only=True)
     layout: Layout = attrs.field(default="strided", converter=_layout, kw_only=True)
@@ -276,6 +274,8 @@ class BufferSpec:
             return
         if not isinstance(tensor, torch.Tensor):
             raise SpecError(f"adopt must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise SpecError(f"adopted memory must be a strided tensor, got one of {tensor.layout}")
         if tensor.dtype != self.dtype or tuple(tensor.shape) != self.maximum_shape:
             raise SpecError(
                 f"adopted memory is {tuple(tensor.shape)} of {tensor.dtype}; {self} needs "
@@ -298,7 +298,7 @@ def _is_exact(value: bool | int | float, dtype: torch.dtype) -> bool:
     if dtype in _INTEGERS:
         info = torch.iinfo(dtype)
         return not isinstance(value, float) and info.min <= int(value) <= info.max
-    if dtype.is_floating_point and math.isfinite(value):
+    if dtype.is_floating_point and (isinstance(value, int) or math.isfinite(value)):
         return abs(value) <= torch.finfo(dtype).max
     return True
 
@@ -342,7 +342,13 @@ class Buffer:
         Args:
             sizes: a size for each of the buffer's dims.
         """
-        shape = shape_at(self.spec.shape, sizes)
+        try:
+            shape = shape_at(self.spec.shape, sizes)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            wanted = ", ".join(dim.name for dim in self.spec.dims)
+            raise InputError(
+                f"a view of buffer {self.name!r} needs sizes by name of dim: {wanted or 'none'}; got {sizes!r}"
+            ) from error
         view = self._views.get(shape)
         if view is None:
             if len(self._views) >= _VIEWS:
@@ -396,6 +402,7 @@ class Buffers:
         self.check_open()
         for name, spec in specs.items():
             self._check(name, spec)
+        self._refuse_shared_memory(specs)
         known = [dim for buffer in self for dim in buffer.spec.dims]
         dims_by_name([*known, *(dim for spec in specs.values() for dim in spec.dims)])
         for name, spec in specs.items():
@@ -452,6 +459,22 @@ class Buffers:
             raise SpecError(
                 f"buffer {name!r} adopts memory on {spec.adopt.device}; the group is on {self._device}"
             )
+
+    def _refuse_shared_memory(self, specs: Mapping[str, BufferSpec]) -> None:
+        known = {buffer.name: buffer.spec for buffer in self} | dict(specs)
+        adopted = [(n, spec.adopt) for n, spec in known.items() if spec.adopt is not None]
+        for (first, left), (second, right) in itertools.combinations(adopted, 2):
+            if _overlap(left, right):
+                raise SpecError(
+                    f"buffers {first!r} and {second!r} adopt the same memory, and each would pad it its own way; "
+                    "declare it once, and use it under several names with inputs="
+                )
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    begin, other = left.data_ptr(), right.data_ptr()
+    return begin < other + right.nbytes and other < begin + left.nbytes
 
 
 def _same_device(left: torch.device, right: torch.device) -> bool:

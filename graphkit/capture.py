@@ -9,14 +9,15 @@ import contextlib
 import gc
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from graphkit.backends import backend_for
-from graphkit.backends.base import Backend, ErrorMode, Graph
+from graphkit.backends import backend_for, check_generators
+from graphkit.backends.base import Backend, Capture, ErrorMode, Graph, Peak
 from graphkit.breaks import recording
 from graphkit.errors import CaptureError, MemoryBudgetError, StateError, user_frame
 
@@ -47,7 +48,7 @@ class Captured:
 class CaptureSession:
     """Warm up and capture functions on one stream, into one pool.
 
-    Used as a context manager. Entering it collects garbage once, freezes the collector, makes the capture stream
+    Used as a context manager. Entering it collects young garbage once, freezes the collector, makes the capture stream
     current (ordered after the caller's), turns gradients off and enters `capture_context`; leaving it, also
     by an exception, puts all of that and the random number generators back.
 
@@ -58,6 +59,10 @@ class CaptureSession:
         capture_context: entered once, inside the stream (a communicator's, say).
         error_mode: CUDA's capture error mode.
         generators: generators besides the default one whose random numbers captured functions draw.
+
+    Attributes:
+        measures: whether warm-ups are measured.
+        peak: what the last warm-up that was measured has allocated.
 
     Raises:
         StateError: the current stream is capturing already.
@@ -78,9 +83,12 @@ class CaptureSession:
         self.pool = self.backend.pool_of(pool)
         self._capture_context = capture_context
         self._error_mode = error_mode
-        self._generators = tuple(generators)
+        self._generators = check_generators(generators)
         self._stack: contextlib.ExitStack | None = None
+        self._collect: Callable[[], object] = gc.collect
         self._has_captured = False
+        self.measures = False
+        self.peak = Peak()
 
     def __enter__(self) -> CaptureSession:
         if self._stack is not None:
@@ -90,7 +98,7 @@ class CaptureSession:
                 "the current stream is capturing; a session can't begin inside a capture"
             )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_quiet_collector())
+            self._collect = stack.enter_context(_quiet_collector())
             stack.enter_context(torch.no_grad())
             stack.enter_context(_autocast_uncached())
             state = self.backend.rng_state(self._generators)
@@ -116,14 +124,22 @@ class CaptureSession:
             as_capturing: answer True to code that asks whether the stream is capturing.
         """
         self._check_entered()
-        if as_capturing:
-            with self.backend.as_capturing():
-                return fn()
-        return fn()
+        with contextlib.ExitStack() as stack:
+            if as_capturing:
+                stack.enter_context(self.backend.as_capturing())
+            if self.measures:
+                self.peak = stack.enter_context(self.backend.peak())
+            return fn()
 
     def flush(self) -> None:
         """Give what the warm-ups left cached back to the device."""
         self._check_entered()
+        self.backend.empty_cache()
+
+    def make_room(self) -> None:
+        """Collect all garbage, and give what is cached back: for another attempt after the memory ran out."""
+        self._check_entered()
+        self._collect()
         self.backend.empty_cache()
 
     def capture(self, fn: Callable[[], T], *, breaks: CaptureRecorder | None = None) -> Captured:
@@ -142,10 +158,11 @@ class CaptureSession:
             # So that the captures make their own, in the pool, which lives as long as their graphs.
             self.backend.drop_workspaces()
             self._has_captured = True
-        capture = self.backend.begin_capture(
-            pool=self.pool, generators=self._generators, error_mode=self._error_mode
-        )
+        capture: Capture | None = None
         try:
+            capture = self.backend.begin_capture(
+                pool=self.pool, generators=self._generators, error_mode=self._error_mode
+            )
             if breaks is not None:
                 breaks.begin(capture)
             with recording(breaks):
@@ -156,10 +173,12 @@ class CaptureSession:
             if breaks is not None:
                 graph = breaks.finish(graph)
         except BaseException as error:
-            capture.abort()
+            if capture is not None:
+                capture.abort()
             refused = as_capture_error(error)
             if refused is None:
                 raise
+            forget_frames(error)
             raise refused from error
         return Captured(graph, result)
 
@@ -168,10 +187,21 @@ class CaptureSession:
             raise StateError("enter the session first: with CaptureSession(...) as session:")
 
 
+_WAITS = (
+    "the operation waits for the device, which a capture can't; compute it on the device, "
+    "do it in prepare, or put it in an eager break"
+)
+_REGISTER = "a generator that isn't registered draws random numbers: name it in generators="
+
+# What CUDA and torch say, most special first. A sign is a phrase of theirs that no user's exception would have.
 _REFUSALS: tuple[tuple[str, str], ...] = (
     (
         "unless the CPU tensor is pinned",
-        "copies between pageable host memory and the device can't be captured: copy before the run, into a buffer",
+        (
+            "copies between pageable host memory and the device can't be captured: copy inputs before the run, into a "
+            "buffer; and instead of reading a value on the host, compute it on the device, do it in prepare, or put it "
+            "in an eager break"
+        ),
     ),
     (
         "Cannot construct a new CUDAGeneratorImpl",
@@ -181,48 +211,113 @@ _REFUSALS: tuple[tuple[str, str], ...] = (
         "unjoined work",
         "a side stream wasn't joined: let the capture stream wait for it before the function returns",
     ),
+    ("for a CUDA generator not in capture mode", _REGISTER),
+    ("Offset increment outside graph capture", _REGISTER),
     (
-        "for a CUDA generator not in capture mode",
-        "a generator that isn't registered draws random numbers: name it in generators=",
+        "during CUDA graph capture",
+        "a generator is seeded or asked for its state, which a capture can't bake: do it before the run",
     ),
     (
-        "Offset increment outside graph capture",
-        "a generator that isn't registered draws random numbers: name it in generators=",
-    ),
-    (
-        "stream is capturing",
+        "event last recorded in a capturing stream",
         (
-            "the operation waits for the device, which a capture can't; compute it on the device, "
-            "do it in prepare, or put it in an eager break"
+            "the host waits for or times an event of the capture, as autotuning does: let it tune in warm-up, for "
+            "the bucket's shapes, or fix the configuration"
         ),
     ),
     (
-        "during capture",
-        "an operation that can't be captured was called; do it in prepare, or put it in an eager break",
+        "dependency created on uncaptured work",
+        (
+            "the capture was made to wait for work of a stream outside it: order that work before the run, or "
+            "fork the stream from the capture stream inside the function"
+        ),
+    ),
+    (
+        "would make the legacy stream depend",
+        "work was put on the default stream: launch it on torch.cuda.current_stream()",
+    ),
+    (
+        "merge of separate capture sequences",
+        "two captures were made to wait for each other: capture one group at a time on a stream",
+    ),
+    (
+        "the capture was not initiated in this stream",
+        "the function left another stream current than it found: use with torch.cuda.stream(...)",
+    ),
+    (
+        "from another thread",
+        "the capture was ended by another thread than began it: capture in one thread",
+    ),
+    (
+        "_STATUS_NOT_INITIALIZED",
+        (
+            "a library is initialized at its first use, which a capture can't have: call it in warm-up, on the same "
+            "path (warmup_as_capturing=True if the function asks whether it is captured), or before the capture"
+        ),
+    ),
+    (
+        "_STATUS_ALLOC_FAILED",
+        "a library found no memory for its workspace: free memory, or capture smaller buckets",
+    ),
+    ("stream is capturing", _WAITS),
+    (
+        "previous error during capture",
+        (
+            "an operation before this line, or of another thread, was refused and its error was swallowed; find it "
+            "with graphkit.lint, or capture with capture_error_mode='thread_local' if another thread is at work"
+        ),
+    ),
+    (
+        "Capture must end on the same stream",
+        "the function left another stream current than it found: use with torch.cuda.stream(...)",
     ),
 )
 
+# What is no torch.OutOfMemoryError, and means the same.
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory")
+
 
 def as_capture_error(error: BaseException) -> Exception | None:
-    """The error to raise instead, if `error` is the device's refusal of a capture; None if it is the user's own."""
-    if isinstance(error, CaptureError):
-        return None
-    if isinstance(error, torch.OutOfMemoryError):
-        return MemoryBudgetError(f"the device ran out of memory in a capture: {_first_line(error)}")
-    if not isinstance(error, RuntimeError):
+    """The error to raise instead, if `error` is the device's refusal of a capture; None if it is the user's own.
+
+    Args:
+        error: with the traceback that it has where the capture's function was called, so that frames of the
+            capture's caller are not taken for the function's.
+    """
+    if isinstance(error, CaptureError) or not isinstance(error, (RuntimeError, MemoryError)):
         return None
     text = str(error)
+    frame = user_frame(error)
+    at = f" at {frame}" if frame else ""
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _OUT_OF_MEMORY):
+        return MemoryBudgetError(
+            f"the device ran out of memory in a capture{at}: {_first_line(error)}"
+        )
+    if type(error) not in _DEVICE_ERRORS:
+        return None
     for sign, remedy in _REFUSALS:
         if sign in text:
-            frame = user_frame(error)
-            operation = frame.source if frame else None
-            at = f" at {frame}" if frame else ""
             return CaptureError(
                 f"the device refused a capture{at}: {_first_line(error)}. Remedy: {remedy}",
-                operation=operation,
+                operation=frame.source if frame else None,
                 location=frame.location if frame else None,
             )
     return None
+
+
+# A user's subclass of RuntimeError is the user's. torch has its own one from 2.8 on.
+_DEVICE_ERRORS = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the local variables of an exception's frames, and of those that led to it: they hold the pool's tensors."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 def _first_line(error: BaseException) -> str:
@@ -231,17 +326,30 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Collect garbage once, then keep the collector from running: it may free device memory in a capture."""
-    gc.collect()
+def _quiet_collector() -> Iterator[Callable[[], None]]:
+    """Collect young garbage once, then keep the collector from running: it may free device memory in a capture.
+
+    Yields:
+        What collects all garbage, old garbage too. That takes longer than the capture of many small graphs, so it waits
+        until memory is short.
+    """
+    gc.collect(1)
     was_enabled = gc.isenabled()
     # What others have frozen can't be told from what this would freeze, so theirs is left alone.
     freezes = gc.get_freeze_count() == 0
     gc.disable()
     if freezes:
         gc.freeze()
+
+    def collect() -> None:
+        if freezes:
+            gc.unfreeze()
+        gc.collect()
+        if freezes:
+            gc.freeze()
+
     try:
-        yield
+        yield collect
     finally:
         if freezes:
             gc.unfreeze()

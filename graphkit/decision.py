@@ -30,6 +30,7 @@ class Reason(enum.Enum):
     CALLER = "the caller asked for eager"
     """`eager=` was given; its text is the dispatch's `detail`."""
     EAGER_POLICY = "the policy has no routes"
+    OVER_BUDGET = "the bucket of the better mode doesn't fit the group's memory_budget"
     SUSPENDED = "the graphs' memory is released"
     STALE = "memory that the graphs read has moved"
 

@@ -6,11 +6,12 @@ reqs, 512)``.
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import unicodedata
 from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import attrs
 
@@ -92,6 +93,33 @@ def as_size(
     if size < minimum:
         raise error(f"{what} must be at least {minimum}, got {size}")
     return size
+
+
+def as_items(
+    value: object,
+    what: str,
+    *,
+    error: type[GraphkitError] = SpecError,
+    limit: int = 65_536,
+) -> tuple[Any, ...]:
+    """The items of a list, a tuple or another iterable; a value that is one item is not wrapped.
+
+    Args:
+        value: anything.
+        what: what the value is, for the message, as in "the routes of a policy".
+        error: the class to raise, for what has no items, for text, and for more than `limit` of them.
+        limit: so that an endless iterator is refused, too.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise error(f"{what} must be a list or tuple, got {value!r} ({type(value).__name__})")
+    try:
+        items = tuple(itertools.islice(value, limit + 1))
+    except Exception as cause:
+        # Tensors and arrays of some kinds are iterable by name only.
+        raise error(f"{what} must be a list or tuple, got {type(value).__name__}") from cause
+    if len(items) > limit:
+        raise error(f"{what} must be at most {limit}, and more were given")
+    return items
 
 
 class _Linear:

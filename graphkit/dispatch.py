@@ -10,7 +10,7 @@ from typing import Any
 
 from graphkit.bucket import Bucket
 from graphkit.decision import NO_VARIANT, Dispatch, Reason, Tally
-from graphkit.dims import Dim, as_size, dims_by_name
+from graphkit.dims import Dim, as_items, as_size, dims_by_name
 from graphkit.dispatch_call import Memo, make_call
 from graphkit.errors import (
     BucketError,
@@ -60,6 +60,7 @@ _CLOSEST = (
     Reason.NOT_UNIFORM,
 )
 _STATES = frozenset({Reason.SUSPENDED, Reason.STALE})
+_ABSENCES = frozenset({Reason.OVER_BUDGET, Reason.NOT_CAPTURED})
 _MEMO_LIMIT = 65536
 
 
@@ -117,7 +118,9 @@ class Dispatcher:
     ) -> None:
         if not isinstance(policy, Policy):
             raise SpecError(f"a dispatcher needs a Policy, got {policy!r}")
-        given = dims.values() if isinstance(dims, Mapping) else dims
+        if name is not None and not isinstance(name, str):
+            raise SpecError(f"a dispatcher's name must be a str or None, got {name!r}")
+        given = dims.values() if isinstance(dims, Mapping) else as_items(dims, "the dims")
         known = dims_by_name((*given, *policy.dims.values()))
         self.policy = policy
         self.dims = MappingProxyType(known)
@@ -149,9 +152,12 @@ class Dispatcher:
         self._memo: Memo = {}
         self._fitting: dict[tuple[Any, ...], Fitting] = {}
         self._totals: dict[tuple[Mode, Bucket | None, Reason | None], list[Any]] = {}
+        self._missing: dict[tuple[Mode, Bucket], Reason] = {}
         self._captured = set(self.graphs if captured is None else ())
-        for mode, bucket in captured or ():
-            self.mark_captured(mode, bucket)
+        for graph in () if captured is None else as_items(captured, "the captured graphs"):
+            if not isinstance(graph, tuple) or len(graph) != 2:
+                raise SpecError(f"captured= takes pairs of mode and bucket, got {graph!r}")
+            self.mark_captured(*graph)
         self.dispatch = make_call(tuple(known), self._memo, self._miss)
         self._warn_unreachable()
 
@@ -170,7 +176,11 @@ class Dispatcher:
         Raises:
             BucketError: it is none of `graphs`.
         """
-        self._captured.add(self._known(mode, bucket))
+        graph = self._known(mode, bucket)
+        if graph in self._captured:
+            return
+        self._captured.add(graph)
+        self._missing.pop(graph, None)
         self._forget_answers()
 
     def forget(self, mode: Mode, bucket: Bucket) -> None:
@@ -182,9 +192,55 @@ class Dispatcher:
         self._captured.discard(self._known(mode, bucket))
         self._forget_answers()
 
+    def note_missing(self, mode: Mode, bucket: Bucket, reason: Reason) -> None:
+        """Note why a graph isn't there, if it isn't: what is said where a batch would have got it.
+
+        Args:
+            reason: OVER_BUDGET, or NOT_CAPTURED, which is what is said of all others.
+
+        Raises:
+            BucketError: it is none of `graphs`.
+            SpecError: `reason` is none of the two.
+        """
+        if reason not in _ABSENCES:
+            raise SpecError(f"the reason can be OVER_BUDGET or NOT_CAPTURED, got {reason!r}")
+        self._missing[self._known(mode, bucket)] = reason
+        self._forget_answers()
+
+    def fall_back(self, answer: Dispatch, reason: Reason) -> Dispatch:
+        """What a batch gets instead of an answer whose graph has turned out not to be there: EAGER.
+
+        It is counted in place of the answer.
+
+        Raises:
+            DispatchError: the dispatcher is strict.
+        """
+        self._add_up()
+        key = (answer.mode, answer.bucket, answer.reason)
+        if key in self._totals:
+            self._add(answer, -1)
+            if not self._totals[key][0]:
+                del self._totals[key]
+        instead = Dispatch(
+            mode=EAGER,
+            bucket=None,
+            sizes=answer.sizes,
+            padding=MappingProxyType(dict.fromkeys(answer.sizes, 0)),
+            reason=reason,
+            query_len=answer.query_len,
+            max_query_len=answer.max_query_len,
+            variant=answer.variant,
+            is_fallback=True,
+        )
+        self._add(instead, 1)
+        if self.strict:
+            raise DispatchError(f"{self._where}strict, and the batch would fall back: {instead}")
+        return instead
+
     def clear_captured(self) -> None:
         """Note that all graphs are gone."""
         self._captured.clear()
+        self._missing.clear()
         self._forget_answers()
 
     def set_reason(self, reason: Reason | None) -> None:
@@ -425,7 +481,8 @@ class Dispatcher:
         ideal = next((c for c in fitting.declared if c.accepts_padding(sizes)), None)
         rank = EAGER.rank if best is None else best.rank
         if ideal is not None and ideal.rank < rank:
-            return best, Reason.NOT_CAPTURED, True
+            graph = (ideal.mode, ideal.bucket)
+            return best, self._missing.get(graph, Reason.NOT_CAPTURED), True
         reasons = {reason for refused, reason in fitting.refused if refused < rank}
         if any(candidate.rank < rank for candidate in fitting.declared):
             reasons.add(Reason.EXCESS_PADDING)

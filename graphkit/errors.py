@@ -11,7 +11,8 @@ GraphkitError
 ├── StaleOutputError     (RuntimeError)  an output was read after its lease ended
 ├── StateError           (RuntimeError)  not in this state: closed, released, under capture
 ├── ConcurrentRunError   (RuntimeError)  two runs of one group at a time
-└── MemoryBudgetError    (MemoryError)   the device is too small
+├── CheckError           (AssertionError) a check of a runner failed
+└── MemoryBudgetError    (MemoryError)   the device, or the budget, is too small
 
 GraphkitWarning          (UserWarning)
 ├── UnreachableBucketWarning             a bucket that dispatch never picks while better ones are captured
@@ -84,8 +85,30 @@ class ConcurrentRunError(GraphkitError, RuntimeError):
     """A run began while another run of the same group was under way."""
 
 
+class CheckError(GraphkitError, AssertionError):
+    """A check of a runner failed; the message says what was found.
+
+    Attributes:
+        report: the `CheckReport` of the bucket that failed, where there is one.
+    """
+
+    def __init__(self, message: str, *, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class MemoryBudgetError(GraphkitError, MemoryError):
-    """The device's memory is too small for a bucket."""
+    """The device's memory, or the budget, is too small.
+
+    Attributes:
+        wanted: bytes that were asked for, or None if unknown.
+        free: bytes that there were, or None if unknown.
+    """
+
+    def __init__(self, message: str, *, wanted: int | None = None, free: int | None = None) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        self.free = free
 
 
 class GraphkitWarning(UserWarning):

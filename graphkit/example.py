@@ -39,7 +39,9 @@ def _values(
     spec = buffer.spec
     shape = shape_at(spec.shape, sizes)
     if not has_numpy(spec.dtype):
-        return torch.full(shape, float(spec.fill) + variation, dtype=spec.dtype, device="cpu")
+        value = torch.full((), float(spec.fill) + variation, dtype=spec.dtype, device="cpu")
+        # One element for all: a large resident buffer is filled on the device.
+        return value.expand(shape)
     values = np.full(shape, spec.fill, numpy_dtype(spec.dtype))
     boundaries = len(spec.shape) == 1 and isinstance(spec.shape[0], Affine)
     if boundaries and spec.shape[0].offset == 1 and values.dtype.kind in "iu":  # type: ignore[union-attr]

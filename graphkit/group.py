@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
 import os
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,21 +15,24 @@ from graphkit.backends.base import Backend, ErrorMode
 from graphkit.bucket_graph import BucketGraph
 from graphkit.buckets import Bucket
 from graphkit.buffers import Buffer, Buffers, BufferSpec, dims_of
-from graphkit.capture import CaptureSession, Progress
+from graphkit.capture import Progress
 from graphkit.dims import check_name
-from graphkit.dispatch import Mode, Policy, Reason, Support
-from graphkit.errors import SpecError, StateError, user_frame
+from graphkit.dispatch import Mode, Policy, Support
+from graphkit.errors import CaptureError, SpecError, StateError
+from graphkit.estimate import Estimate, estimate_of, largest_graphs
+from graphkit.group_capture import GroupCapture, capture_order
+from graphkit.group_report import runner_report
+from graphkit.lazy import lazy_capture
+from graphkit.memory import parse_bytes
 from graphkit.mutation import Scratch
 from graphkit.options import RunnerOptions
 from graphkit.outputs import Output
 from graphkit.parameters import Count, Fed, Resident
-from graphkit.report import GraphRow, Report, RunnerReport
+from graphkit.report import Report
 from graphkit.runner import GraphRunner
 from graphkit.shared import Shared, State
 from graphkit.step import Step
-from graphkit.wrap import Wrapped, default_policy
-
-logger = logging.getLogger("graphkit")
+from graphkit.wrap import Wrapped, default_policy, wrap_options
 
 CHECKED_VARIABLE = "GRAPHKIT_CHECKED"
 """Environment variable that, set to 1, makes groups checked by default."""
@@ -47,7 +45,15 @@ class GraphGroup:
         device: "cuda", "cpu" (the recording backend), a `torch.device`, or a backend.
         checked: verify at each run what is otherwise trusted; by default the environment variable
             GRAPHKIT_CHECKED decides.
-        on_error: what a bucket's failure does to `capture`: "raise", or "skip" (it falls back, with its reason).
+        memory_budget: bytes that the group may take on the device, as an int or as "2GiB", "512MiB" or "1.5GB": static
+            memory, the graphs' pools, and what the driver takes for them. Graphs are captured by what they are worth a
+            byte until it is spent; batches of the others fall back for the reason OVER_BUDGET.
+        lazy: capture a graph when a run first needs it. `capture` warms up what it must, and lets graphs be dispatched
+            to; see there.
+        max_graphs: with `lazy`, how many graphs may live at a time; 64 by default. For one more, those that were used
+            least recently go, a quarter of them together, since their memory comes back together.
+        on_error: what a bucket's failure does to `capture`, and with `lazy` to the run: "raise", or "skip" (it falls
+            back, with its reason).
         stream: to capture on.
         pool: to capture into.
         capture_context: entered once in each capture, and left before any replay.
@@ -62,6 +68,9 @@ class GraphGroup:
         device: str | torch.device | Backend = "cuda",
         *,
         checked: bool | None = None,
+        memory_budget: str | int | None = None,
+        lazy: bool = False,
+        max_graphs: int | None = None,
         on_error: str = "raise",
         stream: Any = None,
         pool: Any = None,
@@ -74,6 +83,8 @@ class GraphGroup:
             raise SpecError(
                 f"capture_error_mode must be 'global', 'thread_local' or 'relaxed', got {capture_error_mode!r}"
             )
+        if checked is not None and not isinstance(checked, bool):
+            raise SpecError(f"checked must be True, False or None, got {checked!r}")
         self.backend = backend_for(device)
         self.device = self.backend.device
         if checked is None:
@@ -82,14 +93,21 @@ class GraphGroup:
         self.buffers = Buffers(self.device)
         self.capture_seconds = 0.0
         self._on_error = on_error
-        self._stream = stream
-        self._pool = pool
-        self._capture_context = capture_context
-        self._error_mode: ErrorMode = capture_error_mode
         self._runners: dict[str, GraphRunner] = {}
         self._owners: dict[str, str] = {}
-        self._private: list[Buffers] = []
-        self._messages: list[str] = []
+        self._all_buffers = [self.buffers]
+        self._capture = GroupCapture(
+            self._shared,
+            self._runners,
+            self._all_buffers,
+            on_error=on_error,
+            stream=stream,
+            pool=pool,
+            capture_context=capture_context,
+            error_mode=capture_error_mode,
+        )
+        self._lazy = lazy_capture(self._capture, self._shared, lazy, max_graphs)
+        self.memory_budget = memory_budget
 
     @property
     def state(self) -> State:
@@ -100,6 +118,25 @@ class GraphGroup:
     def checked(self) -> bool:
         """Whether each run verifies what is otherwise trusted."""
         return self._shared.checked
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes that the group may take on the device; None for no bound.
+
+        May be set, to what the constructor takes. The next `capture` goes on with what was missing; it gives nothing
+        back: for less than before, `release` first.
+        """
+        return self._capture.budget
+
+    @memory_budget.setter
+    def memory_budget(self, value: str | int | None) -> None:
+        if value is not None and self._lazy is not None:
+            raise SpecError(
+                "memory_budget= is for graphs that are captured ahead; with lazy=True bound their number by max_graphs="
+            )
+        if value is not None:
+            self._capture.refuse_given_pool("memory_budget=")
+        self._capture.budget = None if value is None else parse_bytes(value, "memory_budget")
 
     # -- runners ----------------------------------------------------------------------------------
 
@@ -121,6 +158,7 @@ class GraphGroup:
         generators: Sequence[torch.Generator] = (),
         warmup_as_capturing: bool = False,
         ring_depth: int = 8,
+        ring_full: Literal["block", "raise"] = "block",
     ) -> GraphRunner:
         """Declare a runner of the group's buffers.
 
@@ -148,6 +186,8 @@ class GraphGroup:
             warmup_as_capturing: answer True to code that asks whether the stream is capturing, in
                 warm-up too.
             ring_depth: slots of pinned memory, that is steps in flight.
+            ring_full: what a run does where the device hasn't read what earlier ones staged, half a ring ago: "block"
+                waits, "raise" raises a `StateError` with nothing staged.
 
         Raises:
             SpecError: anything doesn't fit together; nothing is declared.
@@ -165,6 +205,7 @@ class GraphGroup:
             "generators": generators,
             "warmup_as_capturing": warmup_as_capturing,
             "ring_depth": ring_depth,
+            "ring_full": ring_full,
         }
         return self._add(name, fn, policy, options, self.buffers)
 
@@ -191,18 +232,10 @@ class GraphGroup:
         """
         buffers = Buffers(self.device)
         declared = {k: v for k, v in specs.items() if isinstance(v, BufferSpec)}
-        options = {k: v for k, v in specs.items() if not isinstance(v, BufferSpec)}
         if name is not None and not isinstance(name, str):
             check_name("buffer", "name")
         buffers.declare(**declared)
-        # Private buffers are the function's inputs, and nothing else.
-        roles = dict(options.get("inputs") or {})
-        taken = {role.buffer for role in roles.values() if isinstance(role, (Fed, Resident))}
-        options["inputs"] = {n: Fed(n) for n in declared if n not in taken} | roles
-        module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
-        if isinstance(module, torch.nn.Module):
-            # Its parameters are what the graphs read, whoever replaces them.
-            options["reads"] = [*options.get("reads", ()), module]
+        options = wrap_options(fn, declared, specs)
         if policy is None:
             dims = {d.name: d for spec in declared.values() for d in dims_of(spec.shape)}
             policy = default_policy(tuple(dims.values()))
@@ -211,7 +244,7 @@ class GraphGroup:
         while unique in self._runners:
             unique, number = f"{base}_{number}", number + 1
         runner = self._add(unique, fn, policy, options, buffers)
-        self._private.append(buffers)
+        self._all_buffers.append(buffers)
         return Wrapped(runner, declared)
 
     def _add(
@@ -238,6 +271,12 @@ class GraphGroup:
                 )
         runner = GraphRunner(self._shared, name, fn, policy, RunnerOptions(**options), buffers)
         used = (*runner.binding.buffers.values(), *runner.results.buffers)
+        for buffer in runner.results.buffers:
+            if all(buffer is not own for own in (*self.buffers, *buffers)):
+                raise SpecError(
+                    f"runner {name!r}: outputs= names buffer {buffer.name!r} of another group, whose graphs may run at "
+                    "the same time; declare it on this group's buffers"
+                )
         packed = [buffer for buffer in used if buffer.spec.moves]
         for buffer in packed:
             owner = self._owners.get(buffer.name, name) if buffers is self.buffers else name
@@ -267,6 +306,7 @@ class GraphGroup:
         self,
         *,
         order: Callable[[Mode, Bucket], Any] | None = None,
+        worth: Callable[[Mode, Bucket], float] | None = None,
         progress: bool = True,
     ) -> Report:
         """Warm up and capture every bucket of every runner that isn't captured.
@@ -275,128 +315,115 @@ class GraphGroup:
         the other buckets go on, and serve; with ``on_error="raise"`` the first failure is raised at the
         end. Another call goes on with the missing ones.
 
+        In a group with ``lazy=True`` none is captured, and all can be dispatched to: a run captures what it needs. A
+        runner whose outputs are declared, and that has no PIECEWISE routes, costs nothing here; of any other, the
+        buckets are warmed up, since one alone can't tell what has to be inferred from several.
+
         Args:
             order: sort key of (mode, bucket) to capture by instead.
+            worth: with a `memory_budget`, how much it is worth to have a graph, as how often its batches come; at
+                least 0, by default the same for all. Those worth most for each byte that they need are admitted
+                first, so that by default it is the small ones; of equals, the better mode.
             progress: show a bar, on a terminal with tqdm, or log lines.
 
         Raises:
             CaptureError: the device refuses an operation of a function.
-            MemoryBudgetError: the device's memory is too small.
+            MemoryBudgetError: the device's memory is too small; or static memory alone is above `memory_budget`,
+                whatever `on_error` says.
             SpecError: an output's shape can't be inferred, or isn't as declared.
             Exception: what a function raises, with a note that names runner and bucket.
         """
         self._check_open()
+        if order is not None and not callable(order):
+            raise SpecError(f"order must be a function of mode and bucket, got {order!r}")
+        if not isinstance(progress, bool):
+            raise SpecError(f"progress must be True or False, got {progress!r}")
         with self._shared.exclusive("capture"):
+            self._capture.check_static()
             began = time.perf_counter()
-            missing = [e for r in self.runners for e in r.entries if not e.is_captured]
-            missing.sort(key=(lambda e: order(e.mode, e.bucket)) if order else _capture_order)
-            bar = Progress(2 * len(missing) if progress else 0, "graphkit capture")
-            has_failed = True
+            if self._lazy is not None:
+                missing = self._lazy.to_warm_up()
+            else:
+                missing = [e for r in self.runners for e in r.entries if not e.is_captured]
+            missing.sort(key=(lambda e: order(e.mode, e.bucket)) if order else capture_order)
+            steps = len(missing) if self._lazy is not None else 2 * len(missing)
+            bar = Progress(steps if progress else 0, "graphkit capture")
             try:
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    self._capture(missing, bar)
-                has_failed = False
+                with self._capture.noting_warnings():
+                    if self._lazy is not None:
+                        self._lazy.arm(missing, bar)
+                    else:
+                        self._capture.capture(missing, bar, worth)
             finally:
                 bar.close()
                 self.capture_seconds += time.perf_counter() - began
-                self._messages.extend(
-                    str(w.message) for w in caught if w.category.__module__.startswith("graphkit")
-                )
-                # Where warnings are errors, one must not take the place of the failure.
-                with contextlib.suppress(*([Warning] if has_failed else [])):
-                    for w in caught:
-                        warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+        if self.checked and self.backend.recordings > 1:
+            self._verify(missing)
         return self.report()
 
-    def _capture(self, missing: Sequence[BucketGraph], bar: Progress) -> None:
-        generators = list(dict.fromkeys(g for r in self.runners for g in r.options.generators))
-        if self._stream is None:
-            self._stream = self.backend.new_stream()
-        self._pool = self.backend.pool_of(self._pool)
-        session = CaptureSession(
-            self.backend,
-            stream=self._stream,
-            pool=self._pool,
-            capture_context=self._capture_context,
-            error_mode=self._error_mode,
-            generators=generators,
-        )
-        failures: list[Exception] = []
-        for runner in dict.fromkeys(entry.runner for entry in missing):
-            # Examples are written to its buffers, and its outputs.
-            runner.end_leases(replay=True)
-            self._runners[runner.name].drop_stage()
-        with self._settling(), session:
-            warmed = [
-                entry
-                for entry in missing
-                if self._attempt(entry, lambda e: e.warm_up(session), bar, failures)
-            ]
-            for runner in self.runners:
-                try:
-                    runner.settle_outputs()
-                except SpecError as error:
-                    mine = [entry for entry in warmed if entry.runner is runner]
-                    warmed = [entry for entry in warmed if entry.runner is not runner]
-                    for entry in mine:
-                        entry.failure = f"{type(error).__name__}: {error}"
-                    if self._on_error == "raise":
-                        failures.append(error)
-                    else:
-                        self._messages.append(f"runner {runner.name!r} was skipped: {error}")
-            session.flush()
-            for entry in warmed:
-                if self._attempt(entry, lambda e: e.capture(session), bar, failures):
-                    self._runners[entry.runner.name].mark_captured(entry)
-        if failures:
-            if len(failures) > 1:
-                failures[0].add_note(
-                    f"graphkit: and {len(failures) - 1} more failures; report() has them"
+    def _verify(self, entries: Sequence[BucketGraph]) -> None:
+        """Refuse the recordings that replay something else than an eager call computes.
+
+        Raises:
+            CaptureError: one does, and failures are to be raised.
+        """
+        refused: list[CaptureError] = []
+        for entry in entries:
+            runner = self._runners[entry.runner.name]
+            for finding in runner.verify(entry) if entry.is_captured else ():
+                error = CaptureError(
+                    f"{entry.where}: {finding.message} A recording sees what PyTorch's operations do; what NumPy or "
+                    "another library does to a tensor's memory it neither sees nor repeats"
                 )
-            raise failures[0]
+                runner.drop_graph(entry, f"CaptureError: {error}")
+                refused.append(error)
+                break
+        if refused and self._on_error == "raise":
+            raise refused[0]
 
-    @contextlib.contextmanager
-    def _settling(self) -> Iterator[None]:
-        """Afterwards, also where the session itself fails, say what the group can do: captured buckets serve."""
-        try:
-            yield
-        finally:
-            # The caller's stream is ordered after the session; a run on another one has to wait for it.
-            self._shared.last_stream = self.backend.stream_key()
-            captured = any(runner.dispatcher.captured for runner in self.runners)
-            self._set_state(State.CAPTURED if captured else State.NEW)
+    def estimate(self, *, measure: bool = False) -> Estimate:
+        """What the group takes on the device, or will take: before the first capture, and before there are caches.
 
-    def _attempt(
-        self,
-        entry: BucketGraph,
-        work: Callable[[BucketGraph], None],
-        bar: Progress,
-        failures: list[Exception],
-    ) -> bool:
-        """Do one bucket's work. A failure leaves the other buckets to go on, and is raised after them."""
-        try:
-            work(entry)
-        except Exception as error:
-            entry.release()
-            frame = user_frame(error)
-            at = f" at {frame}" if frame else ""
-            entry.failure = f"{type(error).__name__}: {error}{at}"
-            # The traceback's frames hold tensors, and so the failed bucket's memory.
-            traceback.clear_frames(error.__traceback__)
-            if self._on_error == "raise":
-                error.add_note(f"graphkit: in {entry.where}{at}")
-                failures.append(error)
-            else:
-                logger.warning("%s was skipped: %s", entry.where, entry.failure)
-            return False
-        except BaseException:
-            # An interrupt: half a capture would be taken for a whole one.
-            entry.release()
-            raise
-        finally:
-            bar.step(f"{entry.runner.name} {entry.mode} {entry.bucket}")
-        return True
+        Static memory, which is buffers, the spans that inputs arrive in, and declared outputs, is exact, and nothing is
+        allocated to say so. What the graphs work in depends on the functions, and is None before a capture unless it
+        is measured; what the driver takes for graphs, more for more kernels, is known after a capture only. An engine
+        that sizes its cache by what is left leaves room for that.
+
+        Args:
+            measure: run the largest bucket of each runner and mode once, as a warm-up does, and take the most that it
+                has allocated at a time: a profile pass. The function must run as it does then, without a cache if
+                there is none yet; static memory is allocated, and stays. A pool takes a little more, in whole segments
+                and with libraries' workspaces. Not done where the graphs are captured, which say it themselves.
+
+        Raises:
+            StateError: the group is closed; or its memory is released, and `measure` would take it again.
+            ConcurrentRunError: measuring, a run of the group is under way.
+            MemoryBudgetError: measuring, the device's memory is too small.
+            Exception: measuring, what a function raises.
+        """
+        self._check_open()
+        if not isinstance(measure, bool):
+            raise SpecError(f"measure must be True or False, got {measure!r}")
+        if measure and self.state is State.SUSPENDED:
+            raise StateError(
+                "the group's memory is released, and measuring would take it again; measure before release(), or call "
+                "capture()"
+            )
+        is_captured = self.state is State.CAPTURED
+        measured = {}
+        if measure and not is_captured:
+            with self._shared.exclusive("estimate"):
+                largest = [entry for runner in self.runners for entry in largest_graphs(runner)]
+                measured = self._capture.measure(largest)
+        use = self._capture.use()
+        return estimate_of(
+            self.runners,
+            device=str(self.device),
+            buffers=use.buffers,
+            measured=measured,
+            pool=use.pool if is_captured else None,
+            driver=use.driver if is_captured else None,
+        )
 
     # -- lifecycle --------------------------------------------------------------------------------
 
@@ -406,16 +433,17 @@ class GraphGroup:
         with self._shared.exclusive("invalidate"):
             for runner in self.runners:
                 runner.drop_graphs()
+            self._capture.forget_graphs()
             # A suspended group has no memory either, so that it stays what it is.
             if self.state is State.CAPTURED:
-                self._set_state(State.STALE)
+                self._capture.set_state(State.STALE)
 
     def release(self) -> None:
         """Give all device memory back, and keep the declarations. Runs raise until `capture`."""
         self._check_open()
         with self._shared.exclusive("release"):
             self._drop()
-            self._set_state(State.SUSPENDED)
+            self._capture.set_state(State.SUSPENDED)
 
     def close(self) -> None:
         """Drop everything for good. Closing twice is harmless."""
@@ -423,9 +451,9 @@ class GraphGroup:
             return
         with self._shared.exclusive("close"):
             self._drop()
-            for buffers in (self.buffers, *self._private):
+            for buffers in self._all_buffers:
                 buffers.close()
-            self._set_state(State.CLOSED)
+            self._capture.set_state(State.CLOSED)
 
     def __enter__(self) -> GraphGroup:
         return self
@@ -434,12 +462,13 @@ class GraphGroup:
         self.close()
 
     def _drop(self) -> None:
-        self.backend.synchronize()
+        if self._shared.last_stream is not None:
+            self.backend.synchronize(self._shared.last_stream)
         for runner in self.runners:
             runner.drop_memory()
-        for buffers in (self.buffers, *self._private):
+        for buffers in self._all_buffers:
             buffers.forget()
-        self._pool = None
+        self._capture.forget_memory()
         self._shared.last_stream = None
         self.backend.empty_cache()
 
@@ -448,12 +477,6 @@ class GraphGroup:
         for runner in self.runners:
             runner.check_addresses()
 
-    def _set_state(self, state: State) -> None:
-        self._shared.state = state
-        reason = {State.SUSPENDED: Reason.SUSPENDED, State.STALE: Reason.STALE}.get(state)
-        for runner in self.runners:
-            runner.dispatcher.set_reason(reason)
-
     def _check_open(self) -> None:
         if self.state is State.CLOSED:
             raise StateError("the group is closed; make a new GraphGroup")
@@ -461,40 +484,22 @@ class GraphGroup:
     # -- running ----------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What is captured, what ran, and what fell back."""
+        """What is captured, what ran, what fell back, and what memory that takes."""
+        memory = self._capture.use()
         return Report(
             state=self.state.name,
             device=str(self.device),
-            runners=tuple(_runner_report(runner) for runner in self.runners),
-            buffer_bytes=sum(b.nbytes for b in (self.buffers, *self._private)),
-            host_bytes=sum(runner.staging.host_nbytes for runner in self.runners),
+            runners=tuple(runner_report(runner) for runner in self.runners),
+            buffer_bytes=memory.buffers,
+            host_bytes=sum(r.staging.host_nbytes + r.results.host_nbytes for r in self.runners),
             reserved_bytes=self.backend.memory_reserved(),
-            capture_seconds=self.capture_seconds,
-            messages=tuple(self._messages),
+            capture_seconds=self.capture_seconds + (self._lazy.seconds if self._lazy else 0),
+            messages=tuple(self._capture.messages),
+            memory=memory,
+            memory_budget=self.memory_budget,
+            max_graphs=self._lazy.max_graphs if self._lazy else None,
+            evictions=self._lazy.evictions if self._lazy else 0,
         )
 
     def __repr__(self) -> str:
         return f"GraphGroup({str(self.device)!r}, {self.state.name}, runners={list(self._runners)})"
-
-
-def _capture_order(entry: BucketGraph) -> tuple[int, int]:
-    return (-entry.mode.rank, -math.prod(max(size, 1) for size in entry.bucket.sizes.values()))
-
-
-def _runner_report(runner: GraphRunner) -> RunnerReport:
-    return RunnerReport(
-        name=runner.name,
-        graphs=tuple(_graph_row(runner, mode, bucket) for mode, bucket in runner.dispatcher.graphs),
-        counts=runner.dispatcher.counts,
-        eager_runs=runner.eager_runs,
-        output_bytes=runner.results.nbytes,
-    )
-
-
-def _graph_row(runner: GraphRunner, mode: Mode, bucket: Bucket) -> GraphRow:
-    entry = runner.entry(mode, bucket)
-    if entry is None:
-        return GraphRow(mode, str(bucket), captured=False, replays=0, nodes=0, failure=None)
-    return GraphRow(
-        mode, str(bucket), entry.is_captured, entry.replays, entry.num_nodes, entry.failure
-    )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphkit.errors import InputError
+from graphkit.errors import InputError, SpecError
 
 _NUMPY: dict[torch.dtype, Any] = {
     torch.bool: np.bool_,
@@ -39,6 +39,13 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return found
 
 
+def is_stageable(dtype: torch.dtype) -> bool:
+    """Whether buffers and outputs may have the dtype: not quantized, packed or of bits, which can't be filled."""
+    if dtype in _NUMPY or dtype in (torch.bfloat16, torch.complex32):
+        return True
+    return str(dtype).startswith("torch.float8_")
+
+
 def has_numpy(dtype: torch.dtype) -> bool:
     """Whether NumPy has the dtype itself."""
     return dtype in _NUMPY
@@ -62,6 +69,24 @@ def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
+def check_dtype(value: Any) -> torch.dtype:
+    """A dtype that buffers and outputs may have.
+
+    Raises:
+        SpecError: it is none, or one that can't be filled or copied by element.
+    """
+    if not isinstance(value, torch.dtype):
+        raise SpecError(
+            f"dtype must be a torch.dtype, got {value!r} of type {type(value).__name__}"
+        )
+    if not is_stageable(value):
+        raise SpecError(
+            f"dtype {value} is quantized or packed: its elements can't be filled or copied one by one. Declare the "
+            "bytes, as torch.uint8, and view them in the function"
+        )
+    return value
+
+
 def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, Any]:
     """A list or scalar as an array that holds it exactly in `dtype`.
 
@@ -70,10 +95,12 @@ def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, A
     """
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
         raise InputError(f"{where}: can't make an array of it ({error}); is it ragged?") from None
     if array.size == 0 and not isinstance(value, (np.ndarray, np.generic)):
         return np.zeros(array.shape, numpy_dtype(dtype))
+    if dtype is torch.uint64 and array.dtype.kind in "fO":
+        array = _large_integers(value, array)
     kind = array.dtype.kind
     if kind not in "biufc":
         raise InputError(f"{where}: got {_short(value)}, expected numbers that {dtype} holds")
@@ -115,11 +142,21 @@ def exact_array(value: Any, dtype: torch.dtype, where: str) -> np.ndarray[Any, A
     # Overflowing isn't rounding, be it to infinity, to NaN or to the largest value.
     limit = float(info.max) * (1 + float(info.eps))
     is_held = rounded.to(torch.complex128).isfinite().numpy()
-    for part in (array.real, array.imag):
+    # In a narrower float the limit itself would overflow.
+    wide_array = array.astype(_wide(kind == "c"))
+    for part in (wide_array.real, wide_array.imag):
         is_held = is_held & ((np.abs(part) <= limit) | ~np.isfinite(part))
     if not (is_held | ~np.isfinite(array)).all():
         raise InputError(f"{where}: got {_short(value)}, out of the range of {dtype}")
     return tensor_to_numpy(rounded)
+
+
+def _large_integers(value: Any, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Integers of which some are above int64, which NumPy makes floats or objects of; otherwise `array`."""
+    exact = np.asarray(value, dtype=object)
+    if all(type(x) is int and 0 <= x < 2**64 for x in exact.flat):
+        return exact.astype(np.uint64)
+    return array
 
 
 def _as_float(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 
 from graphkit.buffers import shape_text
 from graphkit.errors import InputError
-from graphkit.hostdata import exact_array, has_numpy, numpy_dtype, tensor_to_numpy
+from graphkit.hostdata import encode, exact_array, has_numpy, numpy_dtype, tensor_to_numpy
+from graphkit.lists import is_ragged, packed_integers, ragged_rows
 from graphkit.parameters import Binding
 
 
@@ -49,6 +50,8 @@ class Intake:
                 )
             if value.device == self._device and value.device.type != "cpu":
                 taken = value.detach()
+            elif value.is_nested:
+                raise InputError(f"{self._where(name)}: got a nested tensor, expected a dense one")
             elif value.device.type == "cpu" and value.layout is torch.strided:
                 taken = tensor_to_numpy(value)
             elif value.layout is not torch.strided:
@@ -59,6 +62,10 @@ class Intake:
                 raise InputError(
                     f"{self._where(name)}: got a tensor on {value.device}, expected one on {self._device} or the CPU"
                 )
+        elif isinstance(value, np.ma.MaskedArray):
+            raise InputError(
+                f"{self._where(name)}: got a masked array, whose mask would be lost; fill it first"
+            )
         elif isinstance(value, np.ndarray):
             if value.dtype != numpy_dtype(spec.dtype) or not has_numpy(spec.dtype):
                 raise InputError(
@@ -66,7 +73,7 @@ class Intake:
                 )
             taken = value
         else:
-            taken = exact_array(value, spec.dtype, self._where(name))
+            taken = self._from_list(name, value, shape)
         if tuple(taken.shape) != shape:
             sizes = ", ".join(f"{dim}={size}" for dim, size in real.items())
             raise InputError(
@@ -74,6 +81,21 @@ class Intake:
                 f"{shape_text(spec.shape)} at {sizes or 'fixed sizes'}"
             )
         return taken
+
+    def _from_list(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        spec, where = self._binding.fed[name].spec, self._where(name)
+        fast = packed_integers(value, spec.dtype, shape) if type(value) is list else None
+        if fast is not None:
+            return fast
+        # The tail of a row is padding, where the axis is padded.
+        if len(shape) == 2 and spec.pads[1] is not None and is_ragged(value, shape):
+            if spec.pads[1].kind in ("repeat_last", "continue"):
+                raise InputError(
+                    f"{where}: got rows of different lengths, and {spec.pads[1]} pads them: give whole rows"
+                )
+            fill = spec.fill if spec.pads[1].value is None else spec.pads[1].value
+            return ragged_rows(value, spec.dtype, shape, encode(fill, spec.dtype), where)
+        return exact_array(value, spec.dtype, where)
 
     def as_tensor(self, name: str, taken: np.ndarray[Any, Any] | torch.Tensor) -> torch.Tensor:
         """What `take` gave as a tensor, on whichever side it is."""

@@ -7,7 +7,7 @@ layout. Both exist so that a step computes no shape, makes no view and looks not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -62,11 +62,30 @@ class Layout:
         self.table: Any = None
 
 
+class Target(NamedTuple):
+    """Where one input goes in a slot.
+
+    Attributes:
+        name: the parameter.
+        rows: array of the batch's rows.
+        dtype: of the array; None where NumPy lacks the buffer's.
+        shape: of the rows.
+        memory: dtype, address and bytes of the rows as memory, where a contiguous tensor may be copied as it is; None
+            where it may not.
+    """
+
+    name: str
+    rows: np.ndarray[Any, Any]
+    dtype: Any
+    shape: tuple[int, ...]
+    memory: tuple[torch.dtype, int, int] | None
+
+
 class Slot:
     """What one plan writes in one slot of the ring; made at its first use.
 
     Attributes:
-        targets: (parameter, array of the batch's rows, its dtype, its shape), in order.
+        targets: where each input goes, in order.
         hosted: parameter -> array of the bucket's rows.
         constant: assignments that pad with values; done again only if another plan has used the slot.
         copied: assignments that pad with what the batch holds, each with what is added afterwards.
@@ -90,7 +109,7 @@ class Slot:
     def __init__(
         self,
         index: int,
-        targets: Sequence[tuple[str, np.ndarray[Any, Any], Any, tuple[int, ...]]],
+        targets: Sequence[Target],
         host: dict[str, np.ndarray[Any, Any]],
         fills: Sequence[Fill],
         header: np.ndarray[Any, Any],

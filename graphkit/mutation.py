@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from graphkit.dims import as_items
 from graphkit.errors import SpecError
 
 
@@ -44,10 +45,11 @@ def check_mutates(mutates: Sequence[Any]) -> tuple[Any, ...]:
     """
     if isinstance(mutates, (torch.Tensor, Scratch)):
         raise SpecError("mutates= takes a list: mutates=[state]")
-    for item in mutates:
+    items = as_items(mutates, "mutates=")
+    for item in items:
         if not isinstance(item, (torch.Tensor, Scratch)):
             raise SpecError(f"mutates= takes tensors and Scratch(tensor, rows=), got {item!r}")
-    return tuple(mutates)
+    return items
 
 
 @contextmanager

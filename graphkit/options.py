@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
 
+from graphkit.backends import check_generators
 from graphkit.buckets import Bucket
 from graphkit.dims import as_size
 from graphkit.dispatch import Support
@@ -22,6 +23,11 @@ def _callable_or_none(instance: object, attribute: Any, value: Any) -> None:
         raise SpecError(f"{attribute.name} must be callable, got {value!r}")
 
 
+def _mapping_or_none(instance: object, attribute: Any, value: Any) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise SpecError(f"{attribute.name} must map parameters to roles, got {value!r}")
+
+
 def _support(instance: object, attribute: Any, value: Any) -> None:
     if not isinstance(value, Support):
         raise SpecError(f"supports must be a Support, as gk.Support.UNIFORM, got {value!r}")
@@ -32,13 +38,15 @@ def _bool(instance: object, attribute: Any, value: Any) -> None:
         raise SpecError(f"{attribute.name} must be True or False, got {value!r}")
 
 
+def _ring_full(instance: object, attribute: Any, value: Any) -> None:
+    if value not in ("block", "raise"):
+        raise SpecError(f"ring_full must be 'block' or 'raise', got {value!r}")
+
+
 def _as_generators(value: Any) -> tuple[torch.Generator, ...]:
     if isinstance(value, torch.Generator):
         raise SpecError("generators= takes a list: generators=[generator]")
-    for item in value:
-        if not isinstance(item, torch.Generator):
-            raise SpecError(f"generators= takes torch.Generators, got {item!r}")
-    return tuple(value)
+    return check_generators(value)
 
 
 def _as_depth(value: Any) -> int:
@@ -49,7 +57,7 @@ def _as_depth(value: Any) -> int:
 class RunnerOptions:
     """The options of a runner, beside its function and policy; see `GraphGroup.runner`."""
 
-    inputs: Mapping[str, Any] | None = None
+    inputs: Mapping[str, Any] | None = attrs.field(default=None, validator=_mapping_or_none)
     prepare: Callable[[Step], Mapping[str, Any] | None] | None = attrs.field(
         default=None, validator=_callable_or_none
     )
@@ -67,3 +75,4 @@ class RunnerOptions:
     generators: Sequence[torch.Generator] = attrs.field(default=(), converter=_as_generators)
     warmup_as_capturing: bool = attrs.field(default=False, validator=_bool)
     ring_depth: int = attrs.field(default=8, converter=_as_depth)
+    ring_full: Literal["block", "raise"] = attrs.field(default="block", validator=_ring_full)

@@ -6,8 +6,7 @@ one expression fits every bucket that the runner has. It is never the shape of o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -25,6 +24,7 @@ from graphkit.buffers import (
 )
 from graphkit.dims import Dim
 from graphkit.errors import CaptureError, SpecError, StateError
+from graphkit.hostdata import check_dtype
 from graphkit.inference import sizes_text
 
 Destination = Literal["static", "pool", "host"]
@@ -34,12 +34,6 @@ def _to(value: Any) -> Any:
     if isinstance(value, Buffer) or value in ("static", "pool", "host"):
         return value
     raise SpecError(f"Output(to=) must be 'static', 'pool', 'host' or a buffer, got {value!r}")
-
-
-def _dtype(value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise SpecError(f"an Output's dtype must be a torch.dtype, got {value!r}")
-    return value
 
 
 def _output_shape(value: Any) -> tuple[Extent, ...]:
@@ -60,7 +54,7 @@ class Output:
     """
 
     shape: tuple[Extent, ...] = attrs.field(converter=_output_shape)
-    dtype: torch.dtype = attrs.field(converter=_dtype)
+    dtype: torch.dtype = attrs.field(converter=check_dtype)
     to: Destination | Buffer = attrs.field(default="static", converter=_to, kw_only=True)
 
     def __str__(self) -> str:
@@ -109,7 +103,12 @@ class Tree:
     """
 
     def __init__(self, value: Any, where: str) -> None:
-        with_path, self.spec = pytree.tree_flatten_with_path(value)
+        try:
+            with_path, self.spec = pytree.tree_flatten_with_path(value)
+        except RecursionError:
+            raise CaptureError(
+                f"{where} returned something that contains itself, or is nested too deep; return plain lists and dicts"
+            ) from None
         self.paths: list[str] = []
         self.leaves: list[torch.Tensor | None] = []
         for keys, leaf in with_path:
@@ -149,7 +148,7 @@ def _key(key: Any) -> str:
 
 
 class StaticOutput:
-    """The memory of one output of one runner, for all of its buckets."""
+    """The memory of one output of one runner on the device, for all of its buckets."""
 
     __slots__ = ("_views", "buffer", "generation", "spec", "tensor")
 
@@ -158,7 +157,6 @@ class StaticOutput:
         spec: Output,
         maximum: Mapping[str, int],
         device: torch.device,
-        host_empty: Callable[[int], torch.Tensor],
     ) -> None:
         self.spec = spec
         self.buffer = spec.to if isinstance(spec.to, Buffer) else None
@@ -169,11 +167,7 @@ class StaticOutput:
             return
         shape = shape_at(spec.shape, maximum)
         with torch.inference_mode(False), torch.no_grad():
-            if spec.to == "host":
-                nbytes = math.prod(shape) * spec.dtype.itemsize
-                self.tensor = host_empty(max(nbytes, 1))[:nbytes].view(spec.dtype).view(shape)
-            else:
-                self.tensor = torch.zeros(shape, dtype=spec.dtype, device=device)
+            self.tensor = torch.zeros(shape, dtype=spec.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +200,18 @@ class StaticOutput:
             return
         if value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
             value = value.clone()
-        view.copy_(value, non_blocking=self.spec.to == "host")
+        view.copy_(value)
+
+    def poison(self) -> None:
+        """Fill it with what no reader takes for a result."""
+        if self.tensor is None:
+            return
+        dtype = self.spec.dtype
+        with torch.no_grad():
+            if dtype.is_floating_point or dtype.is_complex:
+                self.tensor.fill_(float("nan"))
+            elif dtype is not torch.bool:
+                self.tensor.fill_(torch.iinfo(dtype).max)
 
 
 def check_leaf(

@@ -69,6 +69,7 @@ class Binding:
         by_prepare: parameters without a default that prepare has to return.
         variants: parameters that the policy's variants give.
         positional: positional-only parameters with their defaults, in order.
+        accepted: the names that the function takes; None if it takes any.
     """
 
     fed: dict[str, Buffer]
@@ -78,6 +79,7 @@ class Binding:
     by_prepare: tuple[str, ...]
     variants: tuple[str, ...]
     positional: tuple[tuple[str, Any], ...]
+    accepted: frozenset[str] | None
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -189,6 +191,7 @@ def bind(
         tuple(by_prepare),
         tuple(used_variants),
         tuple(positional),
+        None if takes_any else frozenset(parameters),
     )
 
 

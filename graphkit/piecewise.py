@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,11 @@ from graphkit.breaks import Break
 from graphkit.buffers import Buffer, Extent
 from graphkit.errors import BreakError, CaptureError
 from graphkit.inference import sizes_text
+from graphkit.pads import as_fed, steps_of, tensor_fills
 from graphkit.step import Step, reset_current, set_current
 
-Piece = Callable[[], None]
+Piece = Callable[[], Any]
+"""A graph's replay, or a break's call."""
 
 
 def launcher(pieces: Sequence[Piece], step: Step | None) -> Piece:
@@ -43,9 +46,18 @@ def launcher(pieces: Sequence[Piece], step: Step | None) -> Piece:
             torch.set_grad_enabled(False)
         # A generator's context manager would cost a replay's time.
         token = set_current(step)
+        piece: Piece = launch
         try:
             for piece in pieces:
-                piece()
+                # A graph returns nothing, and so does what takes a break's value.
+                result = piece()
+                if result is not None:
+                    piece.take(result)  # type: ignore[attr-defined]
+        except Exception as error:
+            note = getattr(piece, "note", None)
+            if note is not None:
+                error.add_note(note)
+            raise
         finally:
             reset_current(token)
             if graded:
@@ -103,22 +115,53 @@ class BreakCall:
             isinstance(value, (list, dict, tuple)) for value in (*args, *kwargs.values())
         )
 
-        def call() -> None:
-            if is_changeable:
+        if is_changeable:
+
+            def run() -> Any:
                 fresh = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
                 own_args, own_kwargs = pytree.tree_unflatten(fresh, spec)
                 if out is not None:
                     own_kwargs["out"] = given_out
-            else:
-                own_args, own_kwargs = args, kwargs
-            try:
-                result = fn(*own_args, **own_kwargs)
-            except Exception as error:
-                error.add_note(note)
-                raise
-            take(result)
+                return fn(*own_args, **own_kwargs)
 
+        else:
+            run = functools.partial(fn, *args, **kwargs)
+        if out is None and self._returned_spec.is_leaf() and self._returned[0].is_none:
+            # Between two launches every tenth of a microsecond is a part of theirs: the launcher looks for a value.
+            bare = functools.partial(run)
+            bare.take, bare.note = take, note  # type: ignore[attr-defined]
+            return bare
+
+        def call() -> None:
+            take(run())
+
+        call.note = note  # type: ignore[attr-defined]
         return call
+
+    def again(self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Mapping[str, int]) -> Any:
+        """The same call outside the graph, on other tensors: what later segments would find.
+
+        Args:
+            args: of the bucket's size, like `kwargs`.
+            kwargs: by name, without ``out``.
+            sizes: the batch's.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        cut = [
+            leaf if cut is None else _cut(leaf, cut, sizes)
+            for leaf, cut in zip(leaves, self._cuts, strict=True)
+        ]
+        cut_args, cut_kwargs = pytree.tree_unflatten(cut, spec)
+        out = self.break_.out
+        if out is not None:
+            pad = self._filler(out, cut_kwargs, sizes)
+            pad(self.break_.fn(*cut_args, **cut_kwargs))
+            return out.view(self._padded)
+        found, found_spec = pytree.tree_flatten(self.break_.fn(*cut_args, **cut_kwargs))
+        whole = [
+            returned.whole(value) for returned, value in zip(self._returned, found, strict=True)
+        ]
+        return pytree.tree_unflatten(whole, found_spec)
 
     def _filler(
         self, out: Buffer, kwargs: dict[str, Any], sizes: Mapping[str, int]
@@ -129,12 +172,13 @@ class BreakCall:
         kwargs["out"] = view
         if view.shape == padded.shape:
             return lambda result: None
-        fill = out.spec.fill
-        beyond = _beyond(padded, tuple(view.shape))
+        # The break sees the batch's rows only, so that what its buffer's producer owes is owed here.
+        pads = as_fed(out.spec.pads)
+        fills = tensor_fills(padded, tuple(view.shape), pads, steps_of(padded, pads))
 
         def pad(result: Any) -> None:
-            for rest in beyond:
-                rest.fill_(fill)
+            for each in fills:
+                each.run()
 
         return pad
 
@@ -209,6 +253,22 @@ class Returned:
         self._stride = value.stride() if is_tensor else ()
         self._dtype = value.dtype if is_tensor else None
         self._shape = value.shape if is_tensor else torch.Size(())
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it was None."""
+        return self._dtype is None and self._value is None
+
+    def whole(self, value: Any) -> Any:
+        """The value of an eager call at the bucket's size, as later segments would find it."""
+        if not isinstance(value, torch.Tensor) or value.shape == self._shape:
+            return value
+        if self._stable is None:
+            # Memory that was there before: they read all of it.
+            return value.as_strided(self._shape, self._stride)
+        whole = torch.zeros(self._shape, dtype=value.dtype, device=value.device)
+        whole[tuple(slice(0, size) for size in value.shape)] = value
+        return whole
 
     def bind(self, sizes: Mapping[str, int]) -> Callable[[Any], None]:
         """What takes the value in each run."""

@@ -11,7 +11,7 @@ import attrs
 
 from graphkit.bucket import Bucket
 from graphkit.buckets import Buckets
-from graphkit.dims import Dim, as_size, dims_by_name
+from graphkit.dims import Dim, as_items, as_size, dims_by_name
 from graphkit.errors import SpecError
 from graphkit.variants import Variants
 
@@ -159,7 +159,7 @@ class Downgrade:
 def _as_routes(value: object) -> tuple[Route, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise SpecError(f"a policy needs a list of routes, got {value!r}")
-    routes = tuple(value)
+    routes = as_items(value, "the routes of a policy")
     for route in routes:
         if not isinstance(route, Route):
             raise SpecError(f"a policy needs routes, as Route(FULL, buckets), got {route!r}")
@@ -186,7 +186,8 @@ def _check_cost(instance: object, attribute: object, value: Any) -> None:
 
 
 def _as_dims(value: object) -> tuple[Dim, ...]:
-    dims = tuple(value) if isinstance(value, Iterable) else (value,)
+    is_many = isinstance(value, Iterable)
+    dims = as_items(value, "the further dims of a policy") if is_many else (value,)
     for dim in dims:
         if not isinstance(dim, Dim):
             raise SpecError(f"the further dims of a policy are Dims, got {dim!r}")

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from graphkit.dispatch import Mode, Tally
+from graphkit.memory import MemoryUse, bytes_text
 
 
 @attrs.frozen
@@ -48,6 +49,10 @@ class Report:
         host_bytes: pinned host memory.
         reserved_bytes: what the device's allocator holds in all; 0 on the CPU.
         messages: what captures had to say.
+        memory: what the group takes on the device.
+        memory_budget: what it may take, in bytes; None for no bound.
+        max_graphs: how many graphs may live at a time, where they are captured at first use; None elsewhere.
+        evictions: how many graphs were given up for others there.
     """
 
     state: str
@@ -58,16 +63,32 @@ class Report:
     reserved_bytes: int
     capture_seconds: float
     messages: tuple[str, ...] = ()
+    memory: MemoryUse | None = None
+    memory_budget: int | None = None
+    max_graphs: int | None = None
+    evictions: int = 0
 
     def __str__(self) -> str:
         outputs = sum(runner.output_bytes for runner in self.runners)
         lines = [
             f"graph group on {self.device}: {self.state}, captured in {self.capture_seconds:.2f} s",
             (
-                f"buffers {_bytes(self.buffer_bytes)}, outputs {_bytes(outputs)}, "
-                f"pinned {_bytes(self.host_bytes)}"
+                f"buffers {bytes_text(self.buffer_bytes)}, outputs {bytes_text(outputs)}, "
+                f"pinned {bytes_text(self.host_bytes)}"
             ),
         ]
+        if self.memory is not None:
+            lines.append(
+                f"pools {bytes_text(self.memory.pool)}, driver {bytes_text(self.memory.driver)}, "
+                f"on the device in all {bytes_text(self.memory.total)}"
+            )
+        if self.memory_budget is not None:
+            lines[-1] += f" of a memory_budget of {bytes_text(self.memory_budget)}"
+        if self.max_graphs is not None:
+            lines.append(
+                f"captured at first use, at most {self.max_graphs} graphs at a time; {self.evictions} were given up "
+                "for others"
+            )
         for runner in self.runners:
             lines.append("")
             lines.extend(_runner_lines(runner))
@@ -143,12 +164,3 @@ def table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         if index == 0:
             yield "  ".join("-" * width for width in widths)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from graphkit.buffers import Buffer, Extent, prefix, shape_at, shape_text
 from graphkit.dims import Affine, Dim
 from graphkit.dispatch import Dispatch
 from graphkit.errors import SpecError
+from graphkit.host_output import HostOutput
 from graphkit.inference import Sample, infer_shape
 from graphkit.leases import Lease, with_lease
 from graphkit.outputs import Output, StaticOutput, Tree, check_leaf, output_name
@@ -37,6 +40,8 @@ class Results:
 
     Attributes:
         outputs: path -> `Output`; what isn't declared is added by `settle`.
+        depth: slots of outputs on the host.
+        turn: the slot of the next replay.
     """
 
     def __init__(
@@ -45,18 +50,38 @@ class Results:
         declared: Mapping[str, Output],
         largest: Mapping[str, int],
         shared: Shared,
+        depth: int,
     ) -> None:
+        self.depth = depth if shared.backend.copies_can_move else 1
+        self.turn = 0
         self._runner = runner
         self._declared = dict(declared)
         self._largest = largest
         self._shared = shared
         self._static: dict[str, StaticOutput] = {}
+        self._host: dict[str, HostOutput] = {}
         self.outputs: dict[str, Output] = dict(declared)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of static outputs."""
+        """Bytes of static outputs on the device."""
         return sum(static.nbytes for static in self._static.values())
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of pinned memory of outputs that go to the host."""
+        return sum(output.nbytes for output in self._host.values())
+
+    def nbytes_of(self, to: str) -> int:
+        """Bytes of the outputs of this destination at the largest bucket, be they allocated yet or not.
+
+        What isn't declared counts from when it is inferred.
+        """
+        return sum(_nbytes(o, self._largest) for o in self.outputs.values() if o.to == to)
+
+    def pool_nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of the outputs of one bucket that stay in the pool."""
+        return sum(_nbytes(o, sizes) for o in self.outputs.values() if o.to == "pool")
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -71,6 +96,7 @@ class Results:
     def forget(self) -> None:
         """Drop the memory, and what was inferred."""
         self._static.clear()
+        self._host.clear()
         self.outputs = dict(self._declared)
 
     def forget_inferred(self) -> None:
@@ -82,12 +108,38 @@ class Results:
         static = self._static.get(path)
         if static is None:
             static = self._static[path] = StaticOutput(
-                self.outputs[path],
-                self._largest,
-                self._shared.backend.device,
-                self._shared.backend.host_empty,
+                self.outputs[path], self._largest, self._shared.backend.device
             )
         return static
+
+    def host(self, path: str) -> HostOutput:
+        """The pinned memory of an output that goes to the host; allocated once."""
+        output = self._host.get(path)
+        if output is None:
+            output = self._host[path] = HostOutput(
+                self.outputs[path], self._largest, self.depth, self._shared.backend.host_empty
+            )
+        return output
+
+    def targets(self, sizes: Mapping[str, int]) -> list[list[torch.Tensor]]:
+        """For each output on the host, where a bucket's graph may write it: one tensor for each slot."""
+        return [output.targets(sizes) for output in self._host.values()]
+
+    @contextlib.contextmanager
+    def host_kept(self) -> Iterator[None]:
+        """Afterwards outputs on the host are as before, and their leases too."""
+        if not self._host:
+            yield
+            return
+        self._shared.backend.synchronize()
+        states, turn = {path: output.state() for path, output in self._host.items()}, self.turn
+        try:
+            yield
+        finally:
+            self._shared.backend.synchronize()
+            self.turn = turn
+            for path, state in states.items():
+                self._host[path].restore(state)
 
     # -- at capture -------------------------------------------------------------------------------
 
@@ -136,14 +188,20 @@ class Results:
                 if old is not None and old.spec != self.outputs[path]:
                     old.generation += 1
                     del self._static[path]
-            if self.outputs[path].to != "pool":
-                self.static(path)
+            self._allocate(path)
 
     def make_views(self, sizes: Mapping[str, int]) -> None:
         """Make the static views of a bucket ahead of its capture, which is to log no more than it must."""
         for path, output in self.outputs.items():
-            if output.to != "pool":
+            if output.to not in ("pool", "host"):
                 self.static(path).view(sizes)
+
+    def _allocate(self, path: str) -> None:
+        to = self.outputs[path].to
+        if to == "host":
+            self.host(path)
+        elif to != "pool":
+            self.static(path)
 
     def write(self, tree: Tree, sizes: Mapping[str, int], where: str) -> dict[str, torch.Tensor]:
         """Copy what a function returned into static memory; part of the graph.
@@ -159,6 +217,8 @@ class Results:
                 raise SpecError(f"{where}: output {path!r} was not there in warm-up")
             if output.to == "pool":
                 kept[path] = tensor
+            elif output.to == "host":
+                self.host(path).write(tensor, sizes)
             else:
                 self.static(path).write(tensor, sizes)
         return kept
@@ -179,8 +239,12 @@ class Results:
 
     # -- at a run ---------------------------------------------------------------------------------
 
-    def views(self, dispatch: Dispatch, entry: Observed, *, clone: bool) -> Any:
-        """What the caller gets of a replay: the valid region of each output."""
+    def views(self, dispatch: Dispatch, entry: Observed, *, clone: bool, slot: int = 0) -> Any:
+        """What the caller gets of a replay: the valid region of each output.
+
+        Args:
+            slot: of outputs on the host.
+        """
         tree = entry.tree
         if tree is None:
             return None
@@ -189,13 +253,15 @@ class Results:
             output = self.outputs[path]
             if output.to == "pool":
                 view = prefix(entry.pool_outputs[path], shape_at(output.shape, dispatch.sizes))
+            elif output.to == "host":
+                view = self._host[path].view(entry.bucket.sizes, dispatch.sizes, slot)
             elif isinstance(output.to, Buffer) and output.to.spec.moves:
                 # The elements lie where the bucket's view has them.
                 whole = output.to.view(entry.bucket.sizes)
                 view = prefix(whole, shape_at(output.shape, dispatch.sizes))
             else:
                 view = self._static[path].view(dispatch.sizes)
-            tensors[path] = self._given(path, view, clone)
+            tensors[path] = self._given(path, view, clone, slot)
         return tree.rebuild(tensors)
 
     def bind_eager(self, dispatch: Dispatch, result: Any, *, clone: bool) -> Any:
@@ -217,25 +283,46 @@ class Results:
         result = tree.rebuild(tensors)
         return _cloned(result) if clone else result
 
-    def end_leases(self, *, replay: bool) -> None:
-        """A run overwrites outputs: all of them if it is a replay, those bound to buffers if it is eager."""
+    def end_leases(self, *, replay: bool, slot: int | None = None) -> None:
+        """A run overwrites outputs: all of them if it is a replay, those bound to buffers if it is eager.
+
+        Args:
+            slot: of outputs on the host; all of them for None.
+        """
         for static in self._static.values():
             if static.buffer is not None:
                 static.buffer.generation += 1
             elif replay:
                 static.generation += 1
+        if replay:
+            for output in self._host.values():
+                output.end_leases(slot)
 
-    def _given(self, path: str, view: torch.Tensor, clone: bool) -> torch.Tensor:
+    def poison(self) -> None:
+        """Before a replay in checked mode: what the graph doesn't write can't pass for a result."""
+        for static in self._static.values():
+            static.poison()
+
+    def _given(self, path: str, view: torch.Tensor, clone: bool, slot: int = 0) -> torch.Tensor:
         if clone:
             with torch.no_grad():
                 return view.clone()
         if not self._shared.checked:
             return view
+        to = self.outputs[path].to
         memory: Any = self._shared
-        if self.outputs[path].to != "pool":
+        if to == "host":
+            generations = self._host[path].generations
+            what = f"runner {self._runner!r}, {output_name(path)}"
+            return with_lease(view, Lease(what, lambda: generations[slot]))
+        if to != "pool":
             memory = self._static[path].buffer or self._static[path]
         what = f"runner {self._runner!r}, {output_name(path)}"
         return with_lease(view, Lease(what, lambda: int(memory.generation)))
+
+
+def _nbytes(output: Output, sizes: Mapping[str, int]) -> int:
+    return math.prod(shape_at(output.shape, sizes)) * output.dtype.itemsize
 
 
 def _cloned(result: Any) -> Any:

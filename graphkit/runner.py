@@ -14,12 +14,16 @@ from graphkit.baked import same
 from graphkit.bucket_graph import BucketGraph
 from graphkit.buckets import Bucket
 from graphkit.buffers import Buffers
-from graphkit.dispatch import PIECEWISE, Dispatch, Mode, Policy
+from graphkit.check import Check
+from graphkit.differences import Tolerance
+from graphkit.dispatch import PIECEWISE, Dispatch, Mode, Policy, Reason
 from graphkit.errors import (
+    CheckError,
     ConcurrentRunError,
     InputError,
     StateError,
 )
+from graphkit.findings import CheckReport, Finding
 from graphkit.layout import Plan
 from graphkit.options import RunnerOptions
 from graphkit.piecewise import launcher
@@ -28,19 +32,22 @@ from graphkit.shared import Shared, busy
 from graphkit.stage import Stage
 from graphkit.staging import MAX_PLANS
 from graphkit.step import Phase, Step, in_body
+from graphkit.trials import OTHER_CONTENTS, Trials
 from graphkit.watch import check_fingerprints
 
 
 class RunPlan:
     """Everything about running one dispatch that doesn't change from step to step."""
 
-    __slots__ = ("dispatch", "entry", "launch", "plan", "result", "step")
+    __slots__ = ("dispatch", "entry", "launch", "plan", "results", "step")
 
-    def __init__(self, dispatch: Dispatch, entry: BucketGraph | None, plan: Plan) -> None:
+    def __init__(
+        self, dispatch: Dispatch, entry: BucketGraph | None, plan: Plan, depth: int
+    ) -> None:
         self.dispatch = dispatch
         self.entry = entry
         self.plan = plan
-        self.result: Any = None
+        self.results: list[Any] = [None] * depth
         self.step: Step | None = None
         self.launch: Callable[[], None] = _nothing if entry is None else entry.launch
 
@@ -73,6 +80,7 @@ class GraphRunner(RunnerCore):
         self._entries: dict[tuple[Mode, Bucket], BucketGraph] = {}
         self._plans: dict[Dispatch, RunPlan] = {}
         self._pending: Stage | None = None
+        self._is_compared = False
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -101,12 +109,14 @@ class GraphRunner(RunnerCore):
 
         Raises:
             InputError: an input is wrong; nothing was staged.
-            StateError: the group is closed or released.
+            StateError: the group is closed or released; or the graph is to be captured now, and can't be here.
             StaleGraphError: watched memory has moved.
             ConcurrentRunError: a run of the group is under way.
         """
         if inputs is not None:
             named = inputs if type(inputs) is dict and not named else self._merged(inputs, named)
+        if clone is not False and clone is not True:
+            raise InputError(f"runner {self.name!r}: clone must be True or False, got {clone!r}")
         shared = self.shared
         if not shared.lock.acquire(False):
             raise ConcurrentRunError(busy(f"runner {self.name!r}"))
@@ -117,6 +127,8 @@ class GraphRunner(RunnerCore):
                 plan = self._make_plan(dispatch)
             if self._stream_key() != shared.last_stream:
                 shared.order_on_stream()
+            if shared.checked:
+                self._compare_now_and_then(plan, named, context)
             if self._pending is not None:
                 named = self._take_stage(dispatch, named)
             staged = self.staging.write(plan.plan, named)
@@ -132,13 +144,17 @@ class GraphRunner(RunnerCore):
                 self.prepare_host(step)
             if shared.checked:
                 self.check_producers(entry.layout.views, dispatch.sizes, entry.where)
-                self.end_leases(replay=True)
+                self.end_leases(replay=True, slot=self.results.turn)
+                self.results.poison()
             if entry.set_source is None:
                 self.staging.move(plan.plan, staged)
             else:
                 entry.set_source[staged.index]()
                 if staged.from_device:
                     self.staging.move_from_device(plan.plan, staged)
+            if entry.set_targets is not None:
+                for set_target in entry.set_targets[self.results.turn]:
+                    set_target()
             # The first of the graphs reads the ring's slot, also if it fails half-way.
             try:
                 if self.has_prepare:
@@ -174,7 +190,7 @@ class GraphRunner(RunnerCore):
             self._refuse_open_stage()
             plan = self._plans.get(dispatch) or self._make_plan(dispatch)
             slot = self.staging.open_slot(plan.plan)
-            host = {name: target for name, target, _, _ in slot.targets}
+            host = {target.name: target.rows for target in slot.targets}
             self._pending = stage = Stage(dispatch, host, plan.plan.rows)
         finally:
             shared.lock.release()
@@ -238,13 +254,14 @@ class GraphRunner(RunnerCore):
         if dispatch.bucket is not None:
             entry = self._entries.get((dispatch.mode, dispatch.bucket))
             if entry is None or not entry.is_captured:
-                raise StateError(
-                    f"runner {self.name!r}: {dispatch} was dispatched to a graph that isn't there now; dispatch again"
-                )
-            sizes = dispatch.bucket.sizes
-        plan = RunPlan(
-            dispatch, entry, self.staging.plan(self.staging.layout(sizes), dispatch.sizes)
-        )
+                entry = self._capture_now(dispatch, dispatch.bucket)
+            if entry is not None:
+                sizes = dispatch.bucket.sizes
+        answer = dispatch
+        if dispatch.bucket is not None and entry is None:
+            answer = self.dispatcher.fall_back(dispatch, Reason.NOT_CAPTURED)
+        staged = self.staging.plan(self.staging.layout(sizes), dispatch.sizes)
+        plan = RunPlan(answer, entry, staged, self.results.depth)
         if entry is not None and (
             self.has_prepare or self.options.prepare_host is not None or entry.has_breaks
         ):
@@ -257,6 +274,28 @@ class GraphRunner(RunnerCore):
             self._plans.clear()
         self._plans[dispatch] = plan
         return plan
+
+    def _capture_now(self, dispatch: Dispatch, bucket: Bucket) -> BucketGraph | None:
+        """Capture what was dispatched to, where graphs are captured at their first use; None if that failed.
+
+        Raises:
+            StateError: graphs are captured ahead; or the inputs were staged in memory that an example has now.
+        """
+        capture = self.shared.capture_now
+        if capture is None or not self.dispatcher.is_captured(dispatch.mode, bucket):
+            raise StateError(
+                f"runner {self.name!r}: {dispatch} was dispatched to a graph that isn't there now; dispatch again"
+            )
+        self._refuse_open_stage()
+        staged, self._pending = self._pending, None
+        entry = self.entry_of(dispatch.mode, bucket)
+        is_there = capture(entry)
+        if staged is not None and staged.dispatch is dispatch:
+            raise StateError(
+                f"runner {self.name!r}: the graph of {dispatch} was given up for others after the inputs were staged, "
+                "and is captured anew, which takes their memory; stage them again"
+            )
+        return entry if is_there else None
 
     def _check_before_replay(self, entry: BucketGraph) -> None:
         if entry.reads:
@@ -303,19 +342,158 @@ class GraphRunner(RunnerCore):
             return self.leased(bound) if self.shared.checked and not clone else bound
 
     def _result(self, plan: RunPlan, entry: BucketGraph, clone: bool) -> Any:
+        results = self.results
+        slot = 0
+        if entry.set_targets is not None:
+            slot = results.turn
+            results.turn = slot + 1 if slot + 1 < results.depth else 0
         if clone or self.shared.checked:
-            if clone and self.results.any_on_host:
+            if clone and results.any_on_host:
                 self.backend.synchronize()
-            return self.results.views(plan.dispatch, entry, clone=clone)
-        if plan.result is not None:
-            return plan.result
-        result = self.results.views(plan.dispatch, entry, clone=False)
+            return results.views(plan.dispatch, entry, clone=clone, slot=slot)
+        known = plan.results[slot]
+        if known is not None:
+            return known
+        result = results.views(plan.dispatch, entry, clone=False, slot=slot)
         # A dict or list is the caller's to change, so that it is made afresh each time.
         if isinstance(result, torch.Tensor) or (
             type(result) is tuple and all(isinstance(leaf, torch.Tensor) for leaf in result)
         ):
-            plan.result = result
+            plan.results[slot] = result
         return result
+
+    # -- checking ---------------------------------------------------------------------------------
+
+    def check(
+        self,
+        dispatch: Dispatch,
+        inputs: Mapping[str, Any] | None = None,
+        /,
+        *,
+        context: Any = None,
+        resident: Mapping[str, Any] | None = None,
+        rtol: float | None = None,
+        atol: float | None = None,
+        raise_on_failure: bool = True,
+        **named: Any,
+    ) -> CheckReport:
+        """Prove one bucket, for one batch: that its graph computes what the function does, and nothing else.
+
+        The graph's results are compared with the function's on the same padded buffers, bit by bit, and on the batch
+        alone, within tolerances; they must not depend on what buffers hold beyond the batch, nor on what ran before.
+        Compared are outputs, the batch's rows of all buffers, and declared state. Each of some ten runs starts from the
+        same buffers, state and random generators, which are as before afterwards; so are the counts of replays and
+        eager runs. Leases on earlier outputs end. The whole of each `mutates` tensor is copied: check with a cache that
+        the device can hold twice.
+
+        Args:
+            dispatch: what `dispatch` of this runner answered, FULL or PIECEWISE.
+            inputs: as `run` takes them; more may be given by keyword.
+            context: reaches prepare and eager breaks as it is, in every run of this batch.
+            resident: parameter -> the batch's rows of a resident buffer; by default what it holds.
+            rtol: relative tolerance at the real size; by default what `torch.testing.assert_close` takes for the dtype.
+            atol: absolute tolerance, likewise.
+            raise_on_failure: raise where the check fails, or only report it.
+
+        Returns:
+            What was found; also what fails nothing, as that random numbers are drawn.
+
+        Raises:
+            CheckError: the check failed; its message is the report's text, and its `report` the report.
+            StateError: the dispatch is EAGER, and there is no graph to check; or what `run` raises it for.
+            InputError: as from `run`.
+            Exception: what the function raises.
+        """
+        if inputs is not None:
+            named = self._merged(inputs, named)
+        where = f"runner {self.name!r}"
+        if resident is not None and not isinstance(resident, Mapping):
+            raise InputError(f"{where}: resident must map names to values, got {resident!r}")
+        if not isinstance(raise_on_failure, bool):
+            raise InputError(
+                f"{where}: raise_on_failure must be True or False, got {raise_on_failure!r}"
+            )
+        with self._tried(dispatch, named, context, resident or {}) as trials:
+            report = Check(trials, Tolerance(rtol=rtol, atol=atol)).report()
+        if raise_on_failure and not report.passed:
+            raise CheckError(str(report), report=report)
+        return report
+
+    def verify(self, entry: BucketGraph) -> tuple[Finding, ...]:
+        """Replay other contents than those of the capture, and compare with an eager call; what differs.
+
+        So shows what a capture can't see, as work outside of PyTorch's operations.
+        """
+        fed, resident = self.example_batch(entry.bucket, OTHER_CONTENTS)
+        with self._tried(entry.dispatch, fed, None, resident) as trials:
+            return Check(trials, Tolerance()).against_eager()
+
+    def _compare_now_and_then(self, plan: RunPlan, inputs: Mapping[str, Any], context: Any) -> None:
+        """In checked mode, before the 1st, 10th, 100th replay of a bucket, compare it with an eager call.
+
+        Not where prepare or breaks would run more often than the caller expects, nor for what is staged in place.
+        """
+        entry, options = plan.entry, self.options
+        if entry is None or str(entry.replays + 1).strip("0") != "1" or self._is_compared:
+            return
+        if (
+            self.has_prepare
+            or options.prepare_host is not None
+            or entry.has_breaks
+            or self._pending
+        ):
+            return
+        # A wrong input is refused here, before earlier outputs are overwritten.
+        self.staging.write(plan.plan, inputs)
+        with self.shared.lending(), self._trials(plan, inputs, context, {}) as trials:
+            findings = Check(trials, Tolerance()).against_eager()
+        if findings:
+            raise CheckError(f"{entry.where}: {findings[0].message}")
+
+    @contextlib.contextmanager
+    def _tried(
+        self,
+        dispatch: Dispatch,
+        inputs: Mapping[str, Any],
+        context: Any,
+        resident: Mapping[str, Any],
+    ) -> Iterator[Trials]:
+        """Runs of one batch, after which everything is as it was."""
+        with self.shared.lent(f"check of runner {self.name!r}"):
+            self._refuse_open_stage()
+            self.drop_stage()
+            plan = self._plans.get(dispatch) or self._make_plan(dispatch)
+            with self._trials(plan, inputs, context, resident) as trials:
+                yield trials
+
+    @contextlib.contextmanager
+    def _trials(
+        self,
+        plan: RunPlan,
+        inputs: Mapping[str, Any],
+        context: Any,
+        resident: Mapping[str, Any],
+    ) -> Iterator[Trials]:
+        if plan.entry is None:
+            raise StateError(
+                f"runner {self.name!r}: {plan.dispatch} has no graph, so that there is nothing to check; give a batch "
+                "that a captured bucket takes"
+            )
+        if self._stream_key() != self.shared.last_stream:
+            self.shared.order_on_stream()
+        if self.shared.checked:
+            # What earlier runs returned is about to be overwritten.
+            self.end_leases(replay=True, slot=self.results.turn)
+        trials = Trials(
+            self, plan.dispatch, plan.entry, plan.plan, inputs, context=context, resident=resident
+        )
+        self._is_compared = True
+        try:
+            with self.results.host_kept(), torch.no_grad():
+                yield trials
+        finally:
+            self._is_compared = False
+            trials.finish()
 
     # -- capture, called by the group -------------------------------------------------------------
 
@@ -326,10 +504,14 @@ class GraphRunner(RunnerCore):
     @property
     def entries(self) -> tuple[BucketGraph, ...]:
         """One for each graph of the policy, in its order; made at first use."""
-        for mode, bucket in self.dispatcher.graphs:
-            if (mode, bucket) not in self._entries:
-                self._entries[mode, bucket] = BucketGraph(self, mode, bucket)
-        return tuple(self._entries.values())
+        return tuple([self.entry_of(mode, bucket) for mode, bucket in self.dispatcher.graphs])
+
+    def entry_of(self, mode: Mode, bucket: Bucket) -> BucketGraph:
+        """The one for this graph; made at first use."""
+        entry = self._entries.get((mode, bucket))
+        if entry is None:
+            entry = self._entries[mode, bucket] = BucketGraph(self, mode, bucket)
+        return entry
 
     def settle_outputs(self) -> None:
         """Infer what isn't declared from the warm-ups of all buckets, and allocate the static outputs."""
@@ -342,7 +524,15 @@ class GraphRunner(RunnerCore):
 
     def mark_captured(self, entry: BucketGraph) -> None:
         """A graph of this runner is there: dispatch to it."""
-        self.dispatcher.mark_captured(entry.mode, entry.bucket)
+        if not self.dispatcher.is_captured(entry.mode, entry.bucket):
+            self.dispatcher.mark_captured(entry.mode, entry.bucket)
+            self._plans.clear()
+
+    def drop_graph(self, entry: BucketGraph, failure: str) -> None:
+        """Release one graph, and say why it isn't there."""
+        entry.release()
+        entry.failure = failure
+        self.dispatcher.forget(entry.mode, entry.bucket)
         self._plans.clear()
 
     def check_addresses(self) -> None:
@@ -350,6 +540,10 @@ class GraphRunner(RunnerCore):
         for entry in self._entries.values():
             if entry.is_captured:
                 check_fingerprints(self.options.reads, entry.reads, entry.where)
+
+    def drop_plans(self) -> None:
+        """Graphs of this runner have gone, which its plans hold."""
+        self._plans.clear()
 
     def drop_graphs(self) -> None:
         """Release all graphs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class RunnerCore:
     Attributes:
         name: for messages and the report.
         break_calls: PIECEWISE bucket -> the break calls that its warm-up saw.
+        writes_undeclared: whether a warm-up changed memory that isn't declared.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RunnerCore:
             self.binding,
             tuple(self.dispatcher.dims.values()),
             ring_depth=options.ring_depth,
+            ring_full=options.ring_full,
             checked=shared.checked,
             writes_host=options.prepare_host is not None,
         )
@@ -92,10 +94,11 @@ class RunnerCore:
             name: max((bucket.sizes[name] for _, bucket in self.dispatcher.graphs), default=0)
             for name in self.dispatcher.dims
         }
-        self.results = Results(name, declared, largest, shared)
+        self.results = Results(name, declared, largest, shared, options.ring_depth)
         self.moves_in_graph = self.staging.has_span and self.backend.copies_in_graph
         self.has_prepare = options.prepare is not None
         self.watches_writes = shared.checked or self.backend.name == "recording"
+        self.writes_undeclared = False
         self._noted: set[str] = set()
         self.break_calls: dict[Bucket, list[WarmupCall]] = {}
 
@@ -123,6 +126,12 @@ class RunnerCore:
     def prepare(self, step: Step) -> dict[str, Any]:
         """Call prepare, and check that it made what the function needs."""
         made = self.made_by_prepare(step) or {}
+        for name in made:
+            if self.binding.accepted is not None and name not in self.binding.accepted:
+                raise SpecError(
+                    f"runner {self.name!r}: prepare returned {name!r}, which the function doesn't take; keep what "
+                    "isn't passed to it in step.state"
+                )
         for name in self.binding.by_prepare:
             if name not in made:
                 raise SpecError(
@@ -186,8 +195,12 @@ class RunnerCore:
         values.update({name: variant[name] for name in self.binding.variants if name in variant})
         return values
 
-    def end_leases(self, *, replay: bool) -> None:
-        """What this run writes or pads can't be read any more as what an earlier run left."""
+    def end_leases(self, *, replay: bool, slot: int | None = None) -> None:
+        """What this run writes or pads can't be read any more as what an earlier run left.
+
+        Args:
+            slot: of outputs on the host; all of them for None.
+        """
         if replay:
             self.shared.generation += 1
         for buffer in self.binding.buffers.values():
@@ -196,7 +209,7 @@ class RunnerCore:
         for out in filled:
             if out is not None:
                 out.generation += 1
-        self.results.end_leases(replay=replay)
+        self.results.end_leases(replay=replay, slot=slot)
 
     def leased(self, result: Any) -> Any:
         """What an eager run returns, with a lease on each tensor that lies in an input's buffer."""
@@ -235,6 +248,24 @@ class RunnerCore:
         """Leave declared state as it was."""
         return preserve(self.options.mutates)
 
+    @contextlib.contextmanager
+    def kept_buffers(self, sizes: Mapping[str, int]) -> Iterator[None]:
+        """Leave what the buffers hold for a bucket of these sizes as it was: somebody may have written it for a run."""
+        saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            for buffer in self._buffers:
+                if not buffer.is_allocated:
+                    continue
+                has_sizes = all(dim.name in sizes for dim in buffer.spec.dims)
+                memory = buffer.view(sizes) if has_sizes else buffer.tensor
+                saved.append((memory, memory.clone()))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for memory, contents in saved:
+                    memory.copy_(contents)
+
     def declared_memory(self, layout: Layout) -> list[torch.Tensor]:
         """All tensors whose storage the function may write without further notice."""
         tensors = [*layout.views.values(), self.staging.span]
@@ -247,13 +278,17 @@ class RunnerCore:
 
     def note_undeclared(self, write: ExternalWrite) -> None:
         """Warn, once for each place, of a write to state that is not declared."""
-        text = str(write)
-        if text not in self._noted:
-            self._noted.add(text)
-            self.warn(
-                f"runner {self.name!r}: {text}, memory from outside that isn't declared: warm-up has "
-                "changed it. Name it in mutates="
-            )
+        self.writes_undeclared = True
+        self.remark(
+            f"runner {self.name!r}: {write}, memory from outside that isn't declared: warm-up has "
+            "changed it. Name it in mutates="
+        )
+
+    def remark(self, message: str) -> None:
+        """Give a `CaptureWarning`, once."""
+        if message not in self._noted:
+            self._noted.add(message)
+            self.warn(message)
 
     def warn(self, message: str) -> None:
         """Give a `CaptureWarning`."""

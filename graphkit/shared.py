@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from graphkit.backends.base import Backend
 from graphkit.errors import ConcurrentRunError, StateError
+from graphkit.inspection import Inspection
 
 
 def busy(what: str) -> str:
@@ -29,6 +31,22 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
+class _LentLock:
+    """A lock that one thread can take, and another never gets."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = False) -> bool:
+        """Take it, without waiting; False for another thread, and where it is taken."""
+        return threading.get_ident() == self._thread and self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        """Give it back."""
+        self._lock.release()
+
+
 class Shared:
     """One for each group; its runners hold it.
 
@@ -39,15 +57,20 @@ class Shared:
         last_stream: the key of the stream of the last launch; None before the first.
         generation: how many replays have begun; leases on outputs in the pool are judged by it.
         state: of the group.
+        inspection: of warm-ups and captures; None where the group isn't checked.
+        capture_now: captures a bucket's graph during a run that needs it, and says whether it is there; None where
+            graphs are captured ahead.
     """
 
     def __init__(self, backend: Backend, *, checked: bool) -> None:
         self.backend = backend
         self.checked = checked
-        self.lock = threading.Lock()
+        self.lock: threading.Lock | _LentLock = threading.Lock()
         self.last_stream: int | None = None
         self.generation = 0
         self.state = State.NEW
+        self.inspection = Inspection() if checked else None
+        self.capture_now: Callable[[Any], bool] | None = None
 
     def order_on_stream(self) -> None:
         """The current stream is another than that of the last launch: order it after that."""
@@ -68,6 +91,26 @@ class Shared:
             yield
         finally:
             self.lock.release()
+
+    @contextlib.contextmanager
+    def lent(self, what: str) -> Iterator[None]:
+        """Hold the lock for several runs of this thread, which take one that no other thread gets.
+
+        Raises:
+            ConcurrentRunError: somebody else holds it, or this thread around this call.
+        """
+        with self.exclusive(what), self.lending():
+            yield
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """The same, where this thread holds the lock already."""
+        own = self.lock
+        self.lock = _LentLock()
+        try:
+            yield
+        finally:
+            self.lock = own
 
     def check_runnable(self, runner: str) -> None:
         """Raise a `StateError` unless runs are possible."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from ctypes import memmove
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from graphkit.buffers import prefix, shape_at
 from graphkit.dims import Dim
 from graphkit.hostdata import encode, has_numpy, numpy_dtype
 from graphkit.intake import Intake
-from graphkit.layout import Layout, Plan, Region, Slot, Staged
+from graphkit.layout import Layout, Plan, Region, Slot, Staged, Target
 from graphkit.pads import Fill, as_fed, host_fills, steps_of, tensor_fills
 from graphkit.parameters import Binding
 from graphkit.ring import Ring
@@ -58,6 +59,7 @@ class Staging:
         dims: Sequence[Dim],
         *,
         ring_depth: int,
+        ring_full: Literal["block", "raise"],
         checked: bool,
         writes_host: bool,
     ) -> None:
@@ -65,6 +67,7 @@ class Staging:
         self._binding = binding
         self._dims = tuple(dims)
         self._depth = ring_depth
+        self._full = ring_full
         self._checked = checked
         self._writes_host = writes_host
         self._intake = Intake(runner, binding, backend.device)
@@ -113,7 +116,7 @@ class Staging:
         """The slots of host memory."""
         if self._ring is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._ring = Ring(self._backend, self.span_nbytes, self._depth)
+                self._ring = Ring(self._backend, self.span_nbytes, self._depth, full=self._full)
         return self._ring
 
     @property
@@ -195,7 +198,7 @@ class Staging:
             rows = padded[(*cuts, ...)]
             # Bits that stand for a type that NumPy lacks are nobody's own dtype.
             dtype = rows.dtype if has_numpy(spec.dtype) else None
-            targets.append((name, rows, dtype, rows.shape))
+            targets.append(Target(name, rows, dtype, rows.shape, _memory(rows, spec.dtype)))
             host[name] = padded
             fills.extend(
                 host_fills(
@@ -229,13 +232,19 @@ class Staging:
             # What is written from here on is given up if an input is wrong.
             owners[index] = None
         others: list[tuple[str, torch.Tensor | None]] | None = None
-        for name, target, dtype, shape in slot.targets:
+        for name, target, dtype, shape, memory in slot.targets:
             value: Any = values.get(name)
             kind = type(value)
             array = value
-            if kind is torch.Tensor and not value.is_cuda:
-                # What NumPy can't show as it is, as bfloat16, goes the way below.
+            if kind is torch.Tensor and value.is_cpu:
+                # What neither way can show as it is, as bfloat16 or a sparse tensor, goes the way below.
                 try:
+                    # To show a tensor as an array costs three times its copy.
+                    if memory is not None and value.dtype is memory[0] and value.shape == shape:
+                        address = value.data_ptr() if value.is_contiguous() else 0
+                        if address:
+                            memmove(memory[1], address, memory[2])
+                            continue
                     array = value.numpy()
                     kind = np.ndarray
                 except (TypeError, RuntimeError):
@@ -298,9 +307,9 @@ class Staging:
         self, slot: Slot, others: Sequence[tuple[str, torch.Tensor | None]] | None
     ) -> None:
         elsewhere = {name for name, _ in others or ()}
-        for name, target, _, _ in slot.targets:
-            if name not in elsewhere:
-                self._intake.check_valid(name, target)
+        for target in slot.targets:
+            if target.name not in elsewhere:
+                self._intake.check_valid(target.name, target.rows)
 
     @property
     def has_span(self) -> bool:
@@ -340,6 +349,13 @@ class Staging:
         """Move the span into the buffers where the layout is the batch's own size, and nothing is padded."""
         for name in staged.hosted:
             layout.views[name].copy_(layout.regions[name].tensor)
+
+
+def _memory(rows: np.ndarray[Any, Any], dtype: torch.dtype) -> tuple[torch.dtype, int, int] | None:
+    # Only of integers: a float tensor may stand for the negative, or the conjugate, of its memory.
+    if dtype.is_floating_point or dtype.is_complex or not rows.flags.c_contiguous:
+        return None
+    return dtype, rows.ctypes.data, rows.nbytes
 
 
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from graphkit.dims import as_size, check_name
+from graphkit.dims import as_items, as_size, check_name
 from graphkit.errors import SpecError
 
 
@@ -47,15 +47,21 @@ def _as_axis(name: str, values: object) -> tuple[Any, ...] | RoundUp:
             f"variant {name!r} needs round_up(...) or a tuple of its values, got {values!r}"
         )
     allowed: dict[tuple[type, Any], Any] = {}
-    for value in map(variant_value, values):
+    for value in map(variant_value, as_items(values, f"the values of variant {name!r}")):
         try:
             allowed[type(value), value] = value
+            is_itself = bool(value == value)
         except TypeError:
             raise SpecError(
                 f"variant {name!r} has a value that can't be hashed: {value!r}"
             ) from None
+        except (ValueError, RuntimeError):
+            # As of a tensor, whose hash is its identity.
+            raise SpecError(
+                f"variant {name!r} has a value that can't be compared: {value!r}"
+            ) from None
         # NaN is not itself: a key of it would never be found again.
-        if value != value:
+        if not is_itself:
             raise SpecError(f"variant {name!r} has a value that doesn't equal itself: {value!r}")
     if not allowed:
         raise SpecError(f"variant {name!r} has no values; give at least one")

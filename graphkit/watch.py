@@ -11,6 +11,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphkit.dims import as_items
 from graphkit.errors import SpecError, StaleGraphError, UserFrame, user_frame
 
 Source = torch.nn.Module | torch.Tensor | Callable[[], Any]
@@ -41,12 +42,13 @@ def check_reads(reads: Sequence[Any]) -> tuple[Any, ...]:
     Raises:
         SpecError: one is neither a module, a tensor nor callable.
     """
-    for source in reads:
+    sources = as_items(reads, "reads=")
+    for source in sources:
         if not isinstance(source, torch.Tensor) and not callable(source):
             raise SpecError(
                 f"reads= takes modules, tensors and callables that give tensors, got {source!r}"
             )
-    return tuple(reads)
+    return sources
 
 
 def _named(reads: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:

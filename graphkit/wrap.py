@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from graphkit.buckets import Buckets
 from graphkit.buffers import BufferSpec
 from graphkit.dims import Dim
 from graphkit.dispatch import FULL, Dispatch, Policy, Route
 from graphkit.errors import InputError
+from graphkit.parameters import Fed, Resident
 from graphkit.runner import GraphRunner
 
 
@@ -85,6 +88,26 @@ def _solve(extent: Any, size: int, name: str) -> tuple[Dim, int]:
     if rest or count < 0:
         raise InputError(f"input {name!r} has {size} rows, which is no {extent}")
     return extent.dim, count
+
+
+def wrap_options(
+    fn: Callable[..., Any], declared: Mapping[str, BufferSpec], specs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The runner's options behind a wrapped function.
+
+    Args:
+        declared: those of `specs` that are buffers; the others are options.
+    """
+    options = {name: value for name, value in specs.items() if name not in declared}
+    # Private buffers are the function's inputs, and nothing else.
+    roles = dict(options.get("inputs") or {})
+    taken = {role.buffer for role in roles.values() if isinstance(role, (Fed, Resident))}
+    options["inputs"] = {name: Fed(name) for name in declared if name not in taken} | roles
+    module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(module, torch.nn.Module):
+        # Its parameters are what the graphs read, whoever replaces them.
+        options["reads"] = [*options.get("reads", ()), module]
+    return options
 
 
 def default_policy(dims: tuple[Dim, ...]) -> Policy:

@@ -452,3 +452,86 @@ def test_a_producer_that_does_not_pad_is_told_in_checked_mode(device: str, value
         runner.run(dispatch)
     buffers.h.tensor[3:] = value
     assert runner.run(dispatch).tolist() == [[2.0, 2.0]] * 3
+
+
+# -- declarations that used to be taken, and failed late or not at all -------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.quint8, torch.int4, torch.uint1, torch.bits8], ids=str)
+def test_a_dtype_that_cannot_be_filled_is_refused_where_it_is_declared(dtype: torch.dtype) -> None:
+    for declare in (
+        lambda: gk.BufferSpec((batch,), dtype, pad=0),
+        lambda: gk.Output((batch,), dtype),
+    ):
+        with pytest.raises(gk.SpecError, match=r"is quantized or packed.*torch\.uint8"):
+            declare()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_memory_is_adopted_by_one_buffer(together: bool) -> None:
+    memory = torch.zeros(16)
+    group = gk.GraphGroup("cpu")
+    a = gk.BufferSpec((batch,), torch.float32, pad=0, adopt=memory[:8])
+    b = gk.BufferSpec((batch,), torch.float32, pad=1, adopt=memory[4:12])
+    apart = gk.BufferSpec((batch,), torch.float32, pad=1, adopt=memory[8:])
+    if not together:
+        group.buffers.declare(a=a)
+    with pytest.raises(gk.SpecError, match=r"buffers 'a' and 'b' adopt the same memory"):
+        group.buffers.declare(a=a, b=b) if together else group.buffers.declare(b=b)
+    assert "b" not in group.buffers
+    group.buffers.declare(a=a, apart=apart)
+
+
+def test_an_output_is_bound_to_a_buffer_of_the_own_group() -> None:
+    other = gk.GraphGroup("cpu").buffers.declare(h=gk.BufferSpec((batch,), torch.float32, pad=0)).h
+    group = gk.GraphGroup("cpu")
+    group.buffers.declare(x=gk.BufferSpec((batch,), torch.float32, pad=0))
+    with pytest.raises(gk.SpecError, match=r"outputs= names buffer 'h' of another group"):
+        group.runner("r", lambda x: x + 1, policy=policy(gk.FULL), outputs=other)
+    assert group.runners == ()
+
+
+def test_what_prepare_returns_beyond_the_parameters_is_named() -> None:
+    group = gk.GraphGroup("cpu")
+    group.buffers.declare(x=gk.BufferSpec((batch,), torch.float32, pad=0))
+    group.runner(
+        "r", lambda x: x + 1, policy=policy(gk.FULL), prepare=lambda step: {"typo": torch.ones(1)}
+    )
+    with pytest.raises(gk.SpecError, match=r"prepare returned 'typo', which the function doesn't"):
+        group.capture()
+
+
+def test_a_masked_array_is_refused() -> None:
+    group = gk.GraphGroup("cpu")
+    group.buffers.declare(x=gk.BufferSpec((batch,), torch.float32, pad=0))
+    runner = group.runner("r", lambda x: x + 1, policy=policy(gk.FULL))
+    group.capture()
+    masked = np.ma.masked_array(np.ones(3, np.float32), [True, False, False])
+    with pytest.raises(gk.InputError, match="a masked array, whose mask would be lost"):
+        runner.run(runner.dispatch(batch=3), x=masked)
+
+
+def test_a_break_s_own_buffer_is_padded_by_each_of_its_dims(device: str) -> None:
+    width = gk.Dim("width", 4)
+    group = gk.GraphGroup(device)
+    buf = group.buffers.declare(
+        x=gk.BufferSpec((batch, width), torch.float32, pad={batch: 0, width: 0}),
+        filled=gk.BufferSpec((batch, width), torch.float32, pad={batch: gk.repeat_last, width: 9}),
+    )
+
+    @gk.eager_break(rows="real", out=buf.filled)
+    def fill(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * 2)
+
+    runner = group.runner(
+        "r",
+        lambda x: fill(x) + 1,
+        policy=gk.Policy.piecewise(gk.Buckets.grid({batch: (2, 8), width: (1, 4)})),
+        outputs=gk.Output((batch, width), torch.float32),
+    )
+    group.capture(progress=False)
+    x = torch.arange(6.0).view(3, 2)
+    out = runner.run(runner.dispatch(batch=3, width=2), x=x)
+    assert out.tolist() == (x * 2 + 1).tolist()
+    rows = [[0.0, 2.0, 9.0, 9.0], [4.0, 6.0, 9.0, 9.0], [8.0, 10.0, 9.0, 9.0]]
+    assert buf.filled.tensor.tolist() == rows + [rows[-1]] * 5

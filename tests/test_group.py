@@ -356,7 +356,78 @@ def test_leases_end_with_a_replay_and_not_before(to):
     with pytest.raises(gk.InputError):
         runner.run(large, x=torch.ones(1, 2))
     assert first.tolist() == [[2, 2]]
+    for _ in range(7 if to == "host" else 0):
+        runner.run(small, x=torch.zeros(1, 2))
+        assert first.tolist() == [[2, 2]]
     second = runner.run(large, x=torch.zeros(5, 2))
     with pytest.raises(gk.StaleOutputError, match="its output was read after its lease ended"):
         first.tolist()
     assert second.tolist() == [[0, 0]] * 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", ["default", "side"])
+def test_a_run_on_another_stream_waits_for_the_last_launch(first):
+    """The default stream's handle is 0, which to torch is no stream in particular (rule 18)."""
+    group = gk.GraphGroup("cuda")
+    hidden = group.buffers.declare(x=X, hidden=X).hidden
+    producer = group.runner(
+        "producer",
+        lambda x: (torch.cuda._sleep(50_000_000), x * 2)[1],
+        policy=POLICY,
+        outputs=hidden,
+    )
+    consumer = group.runner(
+        "consumer",
+        lambda hidden: hidden + 1,
+        policy=POLICY,
+        inputs={"hidden": gk.Resident("hidden")},
+    )
+    group.capture(progress=False)
+    streams = {"default": torch.cuda.default_stream(), "side": torch.cuda.Stream()}
+    second = "side" if first == "default" else "default"
+    for value in (3.0, 5.0):
+        with torch.cuda.stream(streams[first]):
+            producer.run(producer.dispatch(batch=5), x=torch.full((5, 2), value))
+        with torch.cuda.stream(streams[second]):
+            out = consumer.run(consumer.dispatch(batch=5), clone=True)
+        streams[second].synchronize()
+        assert out.tolist() == [[2 * value + 1] * 2] * 5
+    group.close()
+
+
+@pytest.mark.gpu
+def test_closing_waits_for_the_group_s_own_work_while_another_thread_captures():
+    """To wait for the whole device is refused while a stream of any thread captures."""
+    group = gk.GraphGroup("cuda")
+    group.buffers.declare(x=X)
+    runner = group.runner("r", double, policy=POLICY)
+    group.capture(progress=False)
+    begun, done = threading.Event(), threading.Event()
+    failures = []
+
+    def capture():
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                begun.set()
+                done.wait(20)
+                torch.zeros(1, device="cuda")
+                graph.capture_end()
+        except BaseException as error:
+            failures.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait(20)
+    try:
+        out = runner.run(runner.dispatch(batch=2), x=torch.ones(2, 2), clone=True)
+        group.backend.synchronize()
+    finally:
+        done.set()
+        thread.join()
+    assert out.tolist() == [[2.0, 2.0]] * 2
+    assert not failures
+    group.close()

@@ -122,3 +122,20 @@ def test_conjugated_and_negated_views_are_resolved():
     tensor = torch.tensor([1 + 2j])
     assert tensor_to_numpy(tensor.conj()).tolist() == [1 - 2j]
     assert tensor_to_numpy(tensor.conj().imag).tolist() == [-2.0]
+
+
+def test_a_list_of_narrow_floats_is_taken_without_a_warning() -> None:
+    value = [np.float32(1.5), np.float32(-2)]
+    assert exact_array(value, torch.float32, "x").tolist() == [1.5, -2.0]
+    largest = [np.float32(np.finfo(np.float32).max)]
+    assert exact_array(largest, torch.float32, "x").tolist() == [float(largest[0])]
+
+
+def test_large_unsigned_integers_keep_their_values() -> None:
+    for value in ([0, 2**63], (1, 2**64 - 1), [[5], [2**63 + 1]]):
+        taken = exact_array(value, torch.uint64, "x")
+        assert taken.dtype == np.uint64
+        assert taken.tolist() == [list(row) if isinstance(row, list) else row for row in value]
+    for value in ([0, 2**64], [-1, 2**63], [0.5, 2**63]):
+        with pytest.raises(gk.InputError):
+            exact_array(value, torch.uint64, "x")

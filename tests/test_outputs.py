@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import graphkit as gk
 from graphkit.backends import backend_for
 from graphkit.buffers import shape_at
+from graphkit.host_output import HostOutput
 from graphkit.inference import Sample, infer_shape
 from graphkit.outputs import StaticOutput, Tree, as_outputs, bound_to, check_leaf
 from graphkit.results import Results
@@ -47,7 +48,7 @@ def by_reqs(*sizes):
         (lambda: gk.Output((1.5,), torch.int32), "axis 0 of an output must be a Dim"),
         (
             lambda: gk.Output((reqs,), "int32"),
-            "an Output's dtype must be a torch.dtype, got 'int32'",
+            "dtype must be a torch.dtype, got 'int32'",
         ),
         (
             lambda: gk.Output((reqs,), torch.int32, to="gpu"),
@@ -209,7 +210,7 @@ def test_what_is_inferred_holds_for_every_batch(kind, n, factor, sizes):
 
 
 def test_static_memory_is_that_of_the_largest_bucket():
-    static = StaticOutput(gk.Output((reqs, 2), torch.float32), {"reqs": 8}, CPU, host)
+    static = StaticOutput(gk.Output((reqs, 2), torch.float32), {"reqs": 8}, CPU)
     assert static.nbytes == 8 * 2 * 4
     assert static.view({"reqs": 3}) is static.view({"reqs": 3})
     assert static.view({"reqs": 3}).data_ptr() == static.view({"reqs": 8}).data_ptr()
@@ -218,7 +219,7 @@ def test_static_memory_is_that_of_the_largest_bucket():
 
 
 def test_what_lies_there_already_is_not_copied_and_overlap_is():
-    static = StaticOutput(gk.Output((reqs,), torch.int64), {"reqs": 4}, CPU, host)
+    static = StaticOutput(gk.Output((reqs,), torch.int64), {"reqs": 4}, CPU)
     view = static.view({"reqs": 4})
     view.copy_(torch.arange(4))
     static.write(view, {"reqs": 4})
@@ -230,16 +231,30 @@ def test_what_lies_there_already_is_not_copied_and_overlap_is():
     assert view.tolist() == [1, 2, 3, 3]
 
 
-@pytest.mark.parametrize("to", ["pool", "host"])
-def test_where_memory_is(to):
-    static = StaticOutput(gk.Output((reqs,), torch.int64, to=to), {"reqs": 4}, CPU, host)
-    assert static.nbytes == (32 if to == "host" else 0)
+def test_what_stays_in_the_pool_takes_no_memory():
+    assert StaticOutput(gk.Output((reqs,), torch.int64, to="pool"), {"reqs": 4}, CPU).nbytes == 0
+
+
+def test_on_the_host_there_is_memory_for_each_step_in_flight():
+    output = HostOutput(gk.Output((reqs, 2), torch.int64, to="host"), {"reqs": 4}, 3, host)
+    assert output.nbytes == 3 * 4 * 2 * 8
+    slots = output.targets({"reqs": 3})
+    assert len({slot.data_ptr() for slot in slots}) == 3
+    assert all(slot.shape == (3, 2) and slot.is_contiguous() for slot in slots)
+    output.write(torch.arange(12).view(2, 6).T[:3], {"reqs": 3})
+    view = output.view({"reqs": 3}, {"reqs": 2}, 0)
+    assert view.tolist() == [[0, 6], [1, 7]]
+    assert view.data_ptr() == slots[0].data_ptr()
+    output.end_leases(1)
+    assert output.generations == [0, 1, 0]
+    output.end_leases(None)
+    assert output.generations == [1, 2, 1]
 
 
 def test_a_buffer_s_memory_is_its_own():
     buffers = gk.GraphGroup("cpu").buffers
     buffer = buffers.declare(h=gk.BufferSpec((reqs,), torch.int64, pad=0)).h
-    static = StaticOutput(bound_to(buffer), {"reqs": 4}, CPU, host)
+    static = StaticOutput(bound_to(buffer), {"reqs": 4}, CPU)
     assert static.nbytes == 0
     assert static.view({"reqs": 2}) is buffer.view({"reqs": 2})
 
@@ -247,7 +262,7 @@ def test_a_buffer_s_memory_is_its_own():
 def test_results_name_what_is_missing():
     declared = {"y": gk.Output((reqs,), torch.float32)}
     shared = Shared(backend_for("cpu"), checked=False)
-    results = Results("r", declared, {"reqs": 4}, shared)
+    results = Results("r", declared, {"reqs": 4}, shared, 8)
     with pytest.raises(
         gk.SpecError, match=r"it: outputs declares 'y', and the function returns 'z'"
     ):

@@ -13,16 +13,17 @@ import graphkit as gk
 ROOT = Path(gk.__file__).parent
 
 PUBLIC_NAMES = """
-    Affine Bucket Buckets Buffer BufferSpec Buffers Break Captured CaptureSession Count Dim Dispatch
-    Dispatcher Fed GraphGroup GraphRunner Mode Output Patch Phase Policy Reason Report Resident Route
-    Scratch Stage State Step Support Variants Wrapped
+    Affine Bucket Buckets Buffer BufferSpec Buffers Break Captured CaptureSession CheckReport
+    Comparison Count Dim Dispatch Dispatcher Estimate Fed Finding FindingKind GraphGroup GraphRunner
+    Mode Output Patch Phase Policy Reason Refusal Report Resident Route Scratch Stage State Step
+    Support Variants Wrapped
 
     EAGER FULL PIECEWISE
 
-    at_most break_at by_producer continue_ current_run eager_break interleaved keep relied
+    at_most break_at by_producer continue_ current_run eager_break interleaved keep lint relied
     repeat_last round_up
 
-    BreakError BucketError CaptureError ConcurrentRunError DispatchError GraphkitError InputError
+    BreakError BucketError CaptureError CheckError ConcurrentRunError DispatchError GraphkitError InputError
     MemoryBudgetError SpecError StaleGraphError StaleOutputError StateError
 
     CaptureWarning DowngradeWarning GraphkitWarning UnreachableBucketWarning
@@ -41,32 +42,41 @@ KINDS = {
     gk.StaleOutputError: RuntimeError,
     gk.StateError: RuntimeError,
     gk.ConcurrentRunError: RuntimeError,
+    gk.CheckError: AssertionError,
     gk.MemoryBudgetError: MemoryError,
 }
 
 # Lowest first; a module imports none that stands after it. Modules on one line know nothing of each other.
 LAYERS = """
-    errors
-    dims hostdata
-    variants bucket pads
+    errors collected
+    dims hostdata differences
+    variants bucket pads memory memory_budget
     buckets buffers
     policy
     decision
     ranking dispatch_call
     dispatch
     backends
-    step mutation watch leases ambient ring shared
+    step mutation watch leases ambient ring attributes
+    births
+    inspection
+    shared
     baked breaks inference parameters layout example
-    rows intake
-    piecewise outputs unpack_triton
+    lists
+    rows intake poison findings kept lint
+    piecewise outputs host_output unpack_triton
     unpack
     recorders
     capture staging results options report
     stage
     runner_core
     bucket_graph
-    runner
-    wrap
+    trials
+    check
+    runner generation
+    estimate group_budget group_report
+    wrap group_capture
+    lazy
     group
     __init__
 """

@@ -256,3 +256,54 @@ def test_staging_pads_for_the_producer_that_it_is(way, direct, monkeypatch):
     run(4)
     assert run(2).tolist() == [1, 2]
     assert group.buffers["x"].tensor[:4].tolist() == [1, 2, 7, 7]
+
+
+# -- CPU tensors ------------------------------------------------------------------------------------
+
+
+TENSORS = {
+    "contiguous": lambda: torch.tensor([5, 6, 7], dtype=torch.int32),
+    "of a longer one": lambda: torch.arange(4, 9, dtype=torch.int32)[1:4],
+    "strided": lambda: torch.arange(5, 11, dtype=torch.int32)[::2] - torch.tensor([0, 1, 2], dtype=torch.int32),
+    "every other": lambda: torch.tensor([5, 0, 6, 0, 7, 0], dtype=torch.int32)[::2],
+    "expanded": lambda: torch.tensor(6, dtype=torch.int32).expand(3),
+    "made in inference mode": lambda: _in_inference_mode(),
+}  # fmt: skip
+
+
+def _in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.tensor([5, 6, 7], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_cpu_tensor_is_taken_however_it_lies(kind):
+    group, runner = runner_of(lambda x: x + 1, {"x": gk.BufferSpec((batch,), torch.int32, pad=0)})
+    given = TENSORS[kind]()
+    out = runner.run(runner.dispatch(batch=3), x=given)
+    assert out.tolist() == [value + 1 for value in given.tolist()]
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int64), "got torch.int64, expected torch.int32"),
+        (torch.zeros(4, dtype=torch.int32), r"got shape \(4,\), expected \(3,\)"),
+        (torch.zeros(3, dtype=torch.int32, device="meta"), "got a tensor on meta"),
+        (torch.zeros(3, dtype=torch.int32).to_sparse(), "of layout torch.sparse_coo"),
+    ],
+)
+def test_a_wrong_cpu_tensor_is_refused(given, message):
+    group, runner = runner_of(lambda x: x + 1, {"x": gk.BufferSpec((batch,), torch.int32, pad=0)})
+    with pytest.raises(gk.InputError, match=message):
+        runner.run(runner.dispatch(batch=3), x=given)
+    group.close()
+
+
+def test_a_tensor_that_stands_for_the_negative_of_its_memory_is_resolved():
+    group, runner = runner_of(lambda x: x + 1, {"x": gk.BufferSpec((batch,), torch.float32, pad=0)})
+    negative = torch.tensor([1 + 2j]).conj().imag
+    assert negative.is_neg()
+    assert runner.run(runner.dispatch(batch=1), x=negative).tolist() == [-1.0]
+    group.close()

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from graphkit.backends.base import Backend
+from graphkit.dims import as_items
 from graphkit.errors import SpecError
+
+
+def check_generators(generators: Any) -> tuple[torch.Generator, ...]:
+    """The generators as a tuple.
+
+    Raises:
+        SpecError: one is none.
+    """
+    items = as_items(generators, "generators=")
+    for item in items:
+        if not isinstance(item, torch.Generator):
+            raise SpecError(f"generators= takes torch.Generators, got {item!r}")
+    return items
 
 
 def backend_for(device: str | torch.device | Backend) -> Backend:
@@ -17,6 +31,10 @@ def backend_for(device: str | torch.device | Backend) -> Backend:
         SpecError: the device is none that graphs are captured on, or CUDA isn't available.
     """
     if not isinstance(device, (str, torch.device)):
+        if isinstance(device, type) or not hasattr(device, "begin_capture"):
+            raise SpecError(
+                f"a group needs a device, as 'cuda' or 'cpu', or a backend, got {device!r}"
+            )
         return device
     try:
         resolved = torch.device(device)

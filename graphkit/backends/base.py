@@ -52,6 +52,19 @@ class Capture(Protocol):
         """End the capture after a failure: streams, allocator and generators are as before it."""
 
 
+class Peak:
+    """The most memory that work has held at a time, once it is done.
+
+    Attributes:
+        nbytes: bytes of the allocator beyond what it held before.
+    """
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
 class Fence(Protocol):
     """A mark in the queue of a stream."""
 
@@ -75,6 +88,8 @@ class Backend(Protocol):
 
     copies_in_graph: bool
     """Whether a graph's copies can be given another source between replays, by `sources`."""
+    copies_can_move: bool
+    """Whether a graph's copies can be given another target between replays, by `targets`."""
     stream_key: Callable[[], int]
     """Identity of the current stream, as cheap as the device allows."""
     has_triton: bool
@@ -105,8 +120,11 @@ class Backend(Protocol):
     def as_capturing(self) -> AbstractContextManager[None]:
         """Answer True to code of this thread that asks torch whether the current stream is capturing."""
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
+    def synchronize(self, stream_key: int | None = None) -> None:
+        """Wait until what is queued on a stream is done; by default on the current one.
+
+        Not for the whole device, which another thread's capture would forbid.
+        """
 
     def empty_cache(self) -> None:
         """Give cached memory that nobody uses back to the device."""
@@ -151,8 +169,38 @@ class Backend(Protocol):
             StateError: the graph has no such copy.
         """
 
+    def targets(
+        self, graph: Graph, target: torch.Tensor, targets: Sequence[torch.Tensor]
+    ) -> Sequence[Callable[[], None]]:
+        """Functions that make the graph's copy into `target`, on the host, write another one from the next replay on.
+
+        Returns:
+            One for each of `targets`, which are of one shape and contiguous.
+
+        Raises:
+            StateError: the graph has no such copy.
+        """
+
     def new_fence(self) -> Fence | None:
         """What tells when work queued so far is done; None where work is done when a call returns."""
 
     def memory_reserved(self) -> int:
         """Bytes that the allocator holds on the device; 0 where that means nothing."""
+
+    def memory_free(self) -> int | None:
+        """Bytes of the device's memory that nobody uses; None where that means nothing."""
+
+    def memory_outside(self) -> int:
+        """Bytes in use on the device that the allocator doesn't hold; 0 where that means nothing.
+
+        The driver's share: contexts, kernels, the graphs' executables; and other processes.
+        """
+
+    def pool_bytes(self, pool: Any) -> int:
+        """Bytes that a pool, as `pool_of` gives it, holds on the device."""
+
+    def peak(self) -> AbstractContextManager[Peak]:
+        """Measure what the work in the block allocates; the answer is there when the block is left.
+
+        The allocator's own peak statistics begin anew.
+        """

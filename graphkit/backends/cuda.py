@@ -9,19 +9,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from graphkit.backends.base import ErrorMode, Graph
+from graphkit.backends.base import ErrorMode, Graph, Peak
+from graphkit.collected import collected_warnings
 from graphkit.errors import StateError
 
+# torch looks this name up on every call, whichever way its caller came by the function.
+_QUERY = "_cuda_isCurrentStreamCapturing"
+_LOCK = threading.Lock()
 _THREAD_LOCAL = 1
 _COPY_NODE = 1
 _HOST_TO_DEVICE = 1
+_DEVICE_TO_HOST = 2
 
 
 class CudaGraph:
@@ -58,7 +63,30 @@ class CudaGraph:
         if graph is None or node is None or runtime is None:
             raise StateError("the graph has no copy of the staged inputs whose source can be set")
         executable = ctypes.c_void_p(graph.raw_cuda_graph_exec())
-        return [_source_setter(runtime, executable, node, target, source) for source in sources]
+        return [
+            _copy_setter(runtime, executable, node, target, source, _HOST_TO_DEVICE)
+            for source in sources
+        ]
+
+    def targets(
+        self, target: torch.Tensor, targets: Sequence[torch.Tensor]
+    ) -> list[Callable[[], None]]:
+        """One function for each target, which makes the copy into `target`, on the host, write there.
+
+        Raises:
+            StateError: there is no such copy, or CUDA's runtime library isn't found.
+        """
+        runtime = _runtime()
+        graph = self._graph
+        found = _copy_to_host(graph, target) if graph is not None else None
+        if graph is None or found is None or runtime is None:
+            raise StateError("the graph has no copy to the host whose target can be set")
+        node, source = found
+        executable = ctypes.c_void_p(graph.raw_cuda_graph_exec())
+        return [
+            _copy_setter(runtime, executable, node, each, source, _DEVICE_TO_HOST)
+            for each in targets
+        ]
 
     def difference(self, other: object) -> str | None:
         """Nothing is known of what a CUDA graph computes."""
@@ -87,10 +115,8 @@ class CudaPool:
         """Keep the pool; on a stream that can be captured."""
         if self._anchor is None:
             graph = torch.cuda.CUDAGraph()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-                graph.capture_end()
+            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            _capture_end(graph)
             self._anchor = graph
 
 
@@ -109,17 +135,9 @@ class CudaCapture:
         self._generators = generators
         self._error_mode = error_mode
         self._segments: list[CudaGraph] = []
-        self._pooled: tuple[int, ...] = ()
+        self._pooled: tuple[ctypes.c_void_p, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
-        # An empty graph is reported by the session, with the names of runner and bucket.
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        try:
-            self.resume()
-        except BaseException:
-            self._quiet.__exit__(None, None, None)
-            raise
+        self.resume()
 
     def resume(self) -> None:
         """Begin a segment."""
@@ -147,31 +165,26 @@ class CudaCapture:
 
     def end(self) -> CudaGraph:
         """End the last segment."""
-        segment = self._end_segment()
-        self._quiet.__exit__(None, None, None)
-        return segment
+        return self._end_segment()
 
     def abort(self) -> None:
         """Leave streams, allocator and generators as before the capture, whatever state it is in."""
         graph, self._graph = self._graph, None
         if graph is not None:
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    graph.capture_end()
+                _capture_end(graph)
             except RuntimeError:
                 _end_invalidated(graph)
             graph.reset()
         for segment in self._segments:
             segment.release()
         self._segments.clear()
-        self._quiet.__exit__(None, None, None)
 
     def _end_segment(self) -> CudaGraph:
         graph = self._graph
         if graph is None:
             raise StateError("no segment is under capture")
-        graph.capture_end()
+        _capture_end(graph)
         self._graph = None
         graph.instantiate()
         segment = CudaGraph(graph, _count_nodes(graph), self._pool)
@@ -179,21 +192,25 @@ class CudaCapture:
         return segment
 
 
-def _capturing_streams(handles: Iterable[int]) -> list[int]:
+def _capture_end(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture without torch's warning of an empty graph: the session gives one that has a name."""
+    with collected_warnings():
+        graph.capture_end()
+
+
+def _capturing_streams(handles: Iterable[ctypes.c_void_p]) -> list[int]:
     """Those of the streams that take part in the capture under way, besides the current one."""
-    current = torch.cuda.current_stream().cuda_stream
     is_capturing = _driver().cuStreamIsCapturing
     status = ctypes.c_int(0)
-    found = []
-    for handle in handles:
-        code = is_capturing(ctypes.c_void_p(handle), ctypes.byref(status))
-        if handle != current and code == 0 and status.value:
-            found.append(handle)
-    return found
+    # Asked for every segment, so that it has to be quick.
+    answer = ctypes.byref(status)
+    capturing = [h for h in handles if is_capturing(h, answer) == 0 and status.value]
+    current = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return [handle.value for handle in capturing if handle.value and handle.value != current]
 
 
 @functools.cache
-def _pooled_streams(index: int) -> tuple[int, ...]:
+def _pooled_streams(index: int) -> tuple[ctypes.c_void_p, ...]:
     """The handles of the streams that torch gives out: 32 of each priority. It offers no list of them."""
     handles: dict[int, None] = {}
     for kind in (1, 2):
@@ -203,11 +220,23 @@ def _pooled_streams(index: int) -> tuple[int, ...]:
                     stream_id=(number << 5) | (kind << 1) | 1, device_index=index, device_type=1
                 )
             except (RuntimeError, TypeError):
-                return tuple(handles)
+                return tuple(map(ctypes.c_void_p, handles))
             # The default stream may not be touched in a capture.
             if stream.cuda_stream:
                 handles[stream.cuda_stream] = None
-    return tuple(handles)
+    return tuple(map(ctypes.c_void_p, handles))
+
+
+def _snapshot() -> list[dict[str, Any]]:
+    """The allocator's segments, without the history of allocations where torch can leave it out."""
+    options = {"include_traces": False} if _can_omit_traces() else {}
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(**options)  # type: ignore[no-untyped-call]
+    return segments
+
+
+@functools.cache
+def _can_omit_traces() -> bool:
+    return "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
 
 
 @functools.cache
@@ -224,24 +253,26 @@ def _runtime() -> ctypes.CDLL | None:
         return None
 
 
-def _source_setter(
+def _copy_setter(
     runtime: ctypes.CDLL,
     executable: ctypes.c_void_p,
     node: ctypes.c_void_p,
     target: torch.Tensor,
-    source: torch.Tensor,
+    source: torch.Tensor | int,
+    direction: int,
 ) -> Callable[[], None]:
     call = runtime.cudaGraphExecMemcpyNodeSetParams1D
     # Made once: converting arguments would cost as much as the call.
-    to, out_of = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
-    nbytes, direction = ctypes.c_size_t(target.nbytes), ctypes.c_int(_HOST_TO_DEVICE)
+    to = ctypes.c_void_p(target.data_ptr())
+    out_of = ctypes.c_void_p(source if isinstance(source, int) else source.data_ptr())
+    nbytes, kind = ctypes.c_size_t(target.nbytes), ctypes.c_int(direction)
 
-    def set_source() -> None:
-        status = call(executable, node, to, out_of, nbytes, direction)
+    def set_copy() -> None:
+        status = call(executable, node, to, out_of, nbytes, kind)
         if status:
-            raise StateError(f"CUDA refused to set the source of a graph's copy (error {status})")
+            raise StateError(f"CUDA refused to set where a graph's copy goes (error {status})")
 
-    return set_source
+    return set_copy
 
 
 class _Copy(ctypes.Structure):
@@ -279,20 +310,37 @@ class _Copy(ctypes.Structure):
 def _copy_node(graph: torch.cuda.CUDAGraph, target: torch.Tensor) -> ctypes.c_void_p | None:
     """The first root of a graph, if it is a copy into `target`."""
     driver, raw = _driver(), ctypes.c_void_p(graph.raw_cuda_graph())
-    count = ctypes.c_size_t(0)
-    driver.cuGraphGetRootNodes(raw, None, ctypes.byref(count))
-    roots = (ctypes.c_void_p * max(count.value, 1))()
-    driver.cuGraphGetRootNodes(raw, roots, ctypes.byref(count))
-    for root in roots[: count.value]:
-        kind = ctypes.c_int(-1)
-        driver.cuGraphNodeGetType(ctypes.c_void_p(root), ctypes.byref(kind))
-        if kind.value != _COPY_NODE:
-            continue
-        copy = _Copy()
-        driver.cuGraphMemcpyNodeGetParams(ctypes.c_void_p(root), ctypes.byref(copy))
+    for node, copy in _copies(driver.cuGraphGetRootNodes, raw):
         if target.data_ptr() in (copy.dstDevice, copy.dstHost):
-            return ctypes.c_void_p(root)
+            return node
     return None
+
+
+def _copy_to_host(
+    graph: torch.cuda.CUDAGraph, target: torch.Tensor
+) -> tuple[ctypes.c_void_p, int] | None:
+    """The copy into `target` of a graph, and the address that it reads."""
+    driver, raw = _driver(), ctypes.c_void_p(graph.raw_cuda_graph())
+    for node, copy in _copies(driver.cuGraphGetNodes, raw):
+        if target.data_ptr() in (copy.dstDevice, copy.dstHost):
+            return node, int(copy.srcDevice or copy.srcHost or 0)
+    return None
+
+
+def _copies(list_nodes: Any, raw: ctypes.c_void_p) -> Iterator[tuple[ctypes.c_void_p, _Copy]]:
+    """The copies among a graph's nodes."""
+    driver, count = _driver(), ctypes.c_size_t(0)
+    list_nodes(raw, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * max(count.value, 1))()
+    list_nodes(raw, nodes, ctypes.byref(count))
+    kind = ctypes.c_int(-1)
+    for handle in nodes[: count.value]:
+        node = ctypes.c_void_p(handle)
+        driver.cuGraphNodeGetType(node, ctypes.byref(kind))
+        if kind.value == _COPY_NODE:
+            copy = _Copy()
+            driver.cuGraphMemcpyNodeGetParams(node, ctypes.byref(copy))
+            yield node, copy
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
@@ -318,9 +366,18 @@ def _end_invalidated(graph: torch.cuda.CUDAGraph) -> None:
     if dead.value:
         driver.cuGraphDestroy(dead)
     driver.cuStreamBeginCapture_v2(stream, _THREAD_LOCAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph.capture_end()
+    _capture_end(graph)
+
+
+class _Answer:
+    """Stands in for torch's capture query, for all threads that pretend to capture."""
+
+    def __init__(self, original: Callable[[], bool]) -> None:
+        self.original = original
+        self.threads: list[int] = []
+
+    def __call__(self) -> bool:
+        return threading.get_ident() in self.threads or self.original()
 
 
 class CudaBackend:
@@ -338,6 +395,7 @@ class CudaBackend:
 
     def __init__(self, device: torch.device, *, copy_in_graph: bool = True) -> None:
         self.copies_in_graph = copy_in_graph and _runtime() is not None
+        self.copies_can_move = _runtime() is not None
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         # The raw handle of the current stream: 0.07 µs, where the stream object costs 4.
@@ -384,23 +442,39 @@ class CudaBackend:
     @contextlib.contextmanager
     def as_capturing(self) -> Iterator[None]:
         """Answer True to this thread's Python code; the stream itself isn't capturing."""
-        # torch looks this name up on every call, whichever way its caller came by the function.
-        original = getattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")  # noqa: B009
         thread = threading.get_ident()
-        answer = lambda: threading.get_ident() == thread or original()  # noqa: E731
-        setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", answer)  # noqa: B010
+        with _LOCK:
+            answer = getattr(torch.cuda.graphs, _QUERY)
+            if not isinstance(answer, _Answer):
+                answer = _Answer(answer)
+                setattr(torch.cuda.graphs, _QUERY, answer)
+            answer.threads.append(thread)
         try:
             yield
         finally:
-            setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", original)  # noqa: B010
+            with _LOCK:
+                answer.threads.remove(thread)
+                # What somebody else has put in place since is theirs to take away.
+                if not answer.threads and getattr(torch.cuda.graphs, _QUERY) is answer:
+                    setattr(torch.cuda.graphs, _QUERY, answer.original)
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        torch.cuda.synchronize(self.device)
+    def synchronize(self, stream_key: int | None = None) -> None:
+        """Wait for a stream; to wait for the device is refused while another thread captures."""
+        self._stream(self.stream_key() if stream_key is None else stream_key).synchronize()
+
+    def _stream(self, stream_key: int) -> torch.cuda.Stream:
+        if not stream_key:
+            # To torch, an external stream of handle 0 is a new stream of its pool.
+            return torch.cuda.default_stream(self.device)
+        return torch.cuda.ExternalStream(stream_key, device=self.device)  # type: ignore[no-untyped-call]
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the device."""
-        torch.cuda.empty_cache()
+        """Give cached blocks back to the device; while another thread captures, the allocator keeps them."""
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            if "captures_underway" not in str(error):
+                raise
 
     def drop_workspaces(self) -> None:
         """Drop cuBLAS's workspaces; torch keeps one for each stream, and makes it anew where it is needed next."""
@@ -426,8 +500,7 @@ class CudaBackend:
 
     def wait_for(self, stream_key: int) -> None:
         """Make the current stream wait for what is queued on another."""
-        other = torch.cuda.ExternalStream(stream_key, device=self.device)  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream(self.device).wait_stream(other)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream(stream_key))
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
         """Pinned memory."""
@@ -464,6 +537,14 @@ class CudaBackend:
             raise StateError(f"{graph!r} is no CUDA graph")
         return graph.sources(target, sources)
 
+    def targets(
+        self, graph: Graph, target: torch.Tensor, targets: Sequence[torch.Tensor]
+    ) -> list[Callable[[], None]]:
+        """Set the target of the graph's copy to the host; takes effect with the next launch."""
+        if not isinstance(graph, CudaGraph):
+            raise StateError(f"{graph!r} is no CUDA graph")
+        return graph.targets(target, targets)
+
     def new_fence(self) -> torch.cuda.Event:
         """An event, to know when copies out of host memory are done."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -471,3 +552,33 @@ class CudaBackend:
     def memory_reserved(self) -> int:
         """Bytes that torch's allocator holds on the device."""
         return torch.cuda.memory_reserved(self.device)
+
+    def memory_free(self) -> int:
+        """Bytes that the driver says are free."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def memory_outside(self) -> int:
+        """Bytes in use that torch's allocator doesn't hold."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return max(int(total) - int(free) - self.memory_reserved(), 0)
+
+    def pool_bytes(self, pool: Any) -> int:
+        """Bytes of the allocator's segments that are the pool's."""
+        handle = tuple(as_pool(pool).handle)
+        return sum(
+            int(segment["total_size"])
+            for segment in _snapshot()
+            if segment.get("device") == self._index
+            and tuple(segment.get("segment_pool_id", ())) == handle
+        )
+
+    @contextlib.contextmanager
+    def peak(self) -> Iterator[Peak]:
+        """Measure by the allocator's peak statistics."""
+        peak = Peak()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        try:
+            yield peak
+        finally:
+            peak.nbytes = max(torch.cuda.max_memory_allocated(self.device) - before, 0)

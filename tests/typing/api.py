@@ -8,6 +8,7 @@ from typing import Any, assert_type
 import torch
 
 import graphkit as gk
+from graphkit.testing import check_all
 
 reqs, tokens = gk.Dim("reqs", 256), gk.Dim("tokens", 2048)
 assert_type(reqs, gk.Dim)
@@ -74,12 +75,23 @@ with runner.stage(dispatch) as stage:
 
 result: torch.Tensor = runner.run(dispatch, {"ids": [1] * 12}, context=object(), clone=True)
 
+report = runner.check(dispatch, {"ids": [1] * 12}, rtol=1e-4, raise_on_failure=False)
+assert_type(report, gk.CheckReport)
+assert_type(report.real, gk.Comparison | None)
+assert_type([finding.kind for finding in report.failures], list[gk.FindingKind])
+assert_type(
+    check_all(runner, batches=[{"reqs": 1}], inputs=lambda d: {"ids": [0] * d.sizes["tokens"]}),
+    tuple[gk.CheckReport, ...],
+)
+
 fast = group.wrap(forward, ids=ids)
 assert_type(fast, gk.Wrapped)
 assert_type(fast.runner, gk.GraphRunner)
 
 dispatcher = gk.Dispatcher(policy, [reqs, tokens])
 assert_type(dispatcher.dispatch(reqs=1, tokens=1), gk.Dispatch)
+
+assert_type(gk.lint(lambda: state + 1), tuple[gk.Refusal, ...])
 
 with gk.CaptureSession("cpu") as session:
     session.warmup(lambda: state + 1)

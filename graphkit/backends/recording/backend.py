@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from graphkit.backends.base import ErrorMode
+from graphkit.backends.base import ErrorMode, Peak
 from graphkit.backends.recording import ambience
 from graphkit.backends.recording.capture import RecordingCapture
+from graphkit.backends.recording.pool import Allocations, RecordingPool
 from graphkit.errors import SpecError
 
 
@@ -31,6 +33,7 @@ class RecordingBackend:
     name = "recording"
     recordings = 2
     copies_in_graph = False
+    copies_can_move = True
     has_triton = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -42,8 +45,8 @@ class RecordingBackend:
             )
 
     def pool_of(self, pool: Any) -> Any:
-        """A token: memory on the CPU has no pools."""
-        return object() if pool is None else pool
+        """What counts the graphs' memory; a pool of the caller's own kind is left alone."""
+        return RecordingPool() if pool is None else pool
 
     def new_stream(self) -> Any:
         """None: there are no streams."""
@@ -63,14 +66,15 @@ class RecordingBackend:
         """Begin to log this thread's operations; they run as well.
 
         Args:
-            pool: ignored.
+            pool: counts the memory of the graphs, if it is one that `pool_of` made.
             generators: those, besides the default one, that captured operations may draw from.
             error_mode: ignored: only this thread is looked at, as by "thread_local".
 
         Raises:
             StateError: this thread is being recorded already.
         """
-        return RecordingCapture(generators=generators)
+        counted = pool if isinstance(pool, RecordingPool) else None
+        return RecordingCapture(generators=generators, pool=counted)
 
     def is_capturing(self) -> bool:
         """Whether this thread is being recorded; False during an eager break."""
@@ -86,7 +90,7 @@ class RecordingBackend:
         finally:
             ambience.leave(pretense)
 
-    def synchronize(self) -> None:
+    def synchronize(self, stream_key: int | None = None) -> None:
         """Nothing to wait for."""
 
     def empty_cache(self) -> None:
@@ -133,6 +137,12 @@ class RecordingBackend:
         """None: a copy is done by the host, before the replay."""
         return None
 
+    def targets(
+        self, graph: Any, target: torch.Tensor, targets: Sequence[torch.Tensor]
+    ) -> list[Callable[[], None]]:
+        """Set where the recorded copy writes; takes effect with the next replay."""
+        return [functools.partial(graph.set_target, target, each) for each in targets]
+
     def new_fence(self) -> None:
         """None: a copy is done when its call returns."""
         return None
@@ -140,3 +150,25 @@ class RecordingBackend:
     def memory_reserved(self) -> int:
         """0: the CPU's allocator keeps no count."""
         return 0
+
+    def memory_free(self) -> None:
+        """None: the host's memory is no budget of a device."""
+        return None
+
+    def memory_outside(self) -> int:
+        """0: there is no driver."""
+        return 0
+
+    def pool_bytes(self, pool: Any) -> int:
+        """Bytes that the largest capture into the pool has made, as a pool that its graphs share would hold."""
+        return pool.nbytes if isinstance(pool, RecordingPool) else 0
+
+    @contextmanager
+    def peak(self) -> Iterator[Peak]:
+        """Measure by what operations make; a recording frees nothing of it meanwhile."""
+        peak, allocations = Peak(), Allocations()
+        try:
+            with allocations:
+                yield peak
+        finally:
+            peak.nbytes = allocations.nbytes

@@ -15,6 +15,7 @@ from graphkit.backends.recording import ambience, nests, refusals
 from graphkit.backends.recording.graph import Copy, RecordedGraph, Step
 from graphkit.backends.recording.memory import Memories
 from graphkit.backends.recording.operations import Effect, Operation
+from graphkit.backends.recording.pool import RecordingPool
 from graphkit.backends.recording.trace import Call, frame_at, same
 from graphkit.errors import CaptureError, StateError, _is_library
 
@@ -29,12 +30,15 @@ class RecordingCapture:
 
     Args:
         generators: generators, besides the default one, that operations may draw from.
+        pool: that counts the memory of its graphs.
 
     Raises:
         StateError: this thread is being recorded already.
     """
 
-    def __init__(self, *, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self, *, generators: Sequence[torch.Generator] = (), pool: RecordingPool | None = None
+    ) -> None:
         if ambience.is_recording():
             raise StateError(
                 "a capture is under way on this thread; end it before beginning another one"
@@ -49,6 +53,9 @@ class RecordingCapture:
         self._operations: dict[Any, Operation] = {}
         self._library: dict[str, bool] = {}
         self._memories = Memories()
+        self._pool = RecordingPool() if pool is None else pool
+        self._number = self._pool.begin()
+        self._counted = 0
         self._function: tuple[Any, Sequence[Any], Mapping[str, Any]] | None = None
         self._finished = False
         self._modes = (_Functions(self), _Operations(self))
@@ -111,7 +118,10 @@ class RecordingCapture:
     def _segment(self) -> RecordedGraph:
         if self._failure is not None:
             raise self._failure
-        graph = RecordedGraph(self._steps, self._calls)
+        made = self._memories.nbytes - self._counted
+        self._counted = self._memories.nbytes
+        graph = RecordedGraph(self._steps, self._calls, made)
+        self._pool.add(graph, self._number)
         self._steps, self._calls = [], []
         return graph
 

@@ -68,10 +68,15 @@ class RecordedGraph:
 
     Replaying runs the operations, not the Python that called them. It means the same under whatever
     is ambient: gradient and inference mode, autocast, default dtype and device.
+
+    Attributes:
+        nbytes: bytes of memory that its operations made, and that it holds.
     """
 
-    def __init__(self, steps: list[Step], calls: list[trace.Call]) -> None:
+    def __init__(self, steps: list[Step], calls: list[trace.Call], nbytes: int = 0) -> None:
         self._steps: list[Step] | None = steps
+        self._targets: dict[int, int] = {}
+        self.nbytes = nbytes
         self._calls = calls
         self._num_nodes = sum(step.name != "aten::lift_fresh" for step in steps)
 
@@ -108,10 +113,32 @@ class RecordedGraph:
                 if dtype is not default:
                     torch.set_default_dtype(default)
 
+    def set_target(self, target: torch.Tensor, other: torch.Tensor) -> None:
+        """Make the copy that was recorded into `target` write `other`.
+
+        Raises:
+            StateError: there is no such copy.
+        """
+        address, steps = target.data_ptr(), self._steps or []
+        index = self._targets.get(address)
+        if index is None:
+            copies = (
+                i
+                for i, step in enumerate(steps)
+                if step.name == "aten::copy_" and step.arguments[0].data_ptr() == address
+            )
+            index = next(copies, None)
+            if index is None:
+                raise StateError("the graph has no copy whose target can be set")
+            self._targets[address] = index
+        step = steps[index]
+        steps[index] = attrs.evolve(step, arguments=(other, *step.arguments[1:]))
+
     def release(self) -> None:
         """Drop the log, and with it the memory that nothing else holds."""
         self._steps = None
         self._calls = []
+        self.nbytes = 0
 
     def difference(self, other: Any) -> str | None:
         """The first operation in which `other`, another recording of the same function, differs.

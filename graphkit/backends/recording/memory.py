@@ -12,12 +12,16 @@ class Memories:
 
     A storage that the capture or an eager break made is known by being an operation's result. Any
     other one existed before.
+
+    Attributes:
+        nbytes: bytes of all storages that captured operations made.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Memory] = {}
         self._held: list[torch.UntypedStorage] = []  # so that no identity is met twice
         self._made = 0
+        self.nbytes = 0
         self._in_breaks: set[int] = set()
         self._from_breaks = 0
         self._contents: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -29,6 +33,7 @@ class Memories:
         if storage._cdata not in self._known:
             self._remember(storage, Memory(kind, self._made))
             self._made += 1
+            self.nbytes += storage.nbytes()
 
     def made_in_break(self, tensor: torch.Tensor) -> None:
         """An operation of an eager break returned `tensor`, in memory of its own."""

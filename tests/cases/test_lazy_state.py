@@ -1,0 +1,390 @@
+"""CASES S3, S4, O5: what a function builds in warm-up, or leaves behind in a capture."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import graphkit as gk
+
+BATCH = gk.Dim("batch", 8)
+
+
+def group_of(device: str, fn: Any, *, checked: bool = True, **options: Any) -> gk.GraphGroup:
+    group = gk.GraphGroup(device, checked=checked)
+    group.buffers.declare(x=gk.BufferSpec((BATCH, 4), torch.float32, pad=0))
+    policy = gk.Policy([gk.Route(gk.FULL, gk.Buckets.of(BATCH, 2, 8))])
+    group.runner("lazy", fn, policy=options.pop("policy", policy), **options)
+    return group
+
+
+def remarks(group: gk.GraphGroup) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group.capture(progress=False)
+    return [str(w.message) for w in caught if issubclass(w.category, gk.CaptureWarning)]
+
+
+class LazyPlan(torch.nn.Module):
+    """Makes its plan when it is first called, as a wrapper of a kernel library does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.plan is None:
+            self.plan = x.argsort(dim=1)
+        return x.gather(1, self.plan[: x.shape[0]])
+
+
+class WrittenPlan(LazyPlan):
+    """The same, in memory that it made before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.plan is None:
+            self.plan = torch.zeros(8, 4, dtype=torch.int64, device=x.device)
+            self.plan[: x.shape[0]] = x.argsort(dim=1)
+        return x.gather(1, self.plan[: x.shape[0]])
+
+
+class LazyTable(torch.nn.Module):
+    """Makes a table that no input goes into, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4, device=x.device).float().cos()
+        return x * self.table
+
+
+@pytest.mark.parametrize("module", [LazyPlan, WrittenPlan])
+def test_s3_a_plan_made_in_warm_up_from_an_input_is_refused(
+    device: str, module: type[LazyPlan]
+) -> None:
+    group = group_of(device, module().to(device))
+    with pytest.raises(gk.CaptureError, match="from a runner's inputs") as caught:
+        group.capture(progress=False)
+    text = str(caught.value)
+    assert "runner 'lazy', FULL bucket [batch=8]" in text
+    assert "the capture reads at" in text
+    assert "Make it in prepare" in text
+    assert caught.value.location is not None
+    assert "test_lazy_state.py" in caught.value.location
+    assert not any(row.captured for row in group.report().runners[0].graphs)
+    group.close()
+
+
+def test_s3_a_plan_that_another_runner_made_is_refused_too(device: str) -> None:
+    module = LazyPlan()
+    group = group_of(device, module)
+    group.runner(
+        "second",
+        lambda x: module(x),
+        policy=gk.Policy([gk.Route(gk.FULL, gk.Buckets.of(BATCH, 2, 4))]),
+    )
+    with pytest.raises(gk.CaptureError, match="from a runner's inputs"):
+        group.capture(progress=False)
+    assert not any(row.captured for r in group.report().runners for row in r.graphs)
+    group.close()
+
+
+def test_s3_a_plan_of_what_prepare_returned_is_refused(device: str) -> None:
+    class Planned(torch.nn.Module):
+        plan: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            if self.plan is None:
+                self.plan = lengths.cumsum(0)
+            return x + self.plan[0]
+
+    lengths = torch.ones(8, device=device)
+    group = group_of(device, Planned(), prepare=lambda step: {"lengths": lengths})
+    with pytest.raises(gk.CaptureError, match="from a runner's inputs"):
+        group.capture(progress=False)
+    group.close()
+
+
+def test_s3_a_table_that_no_input_touched_is_reported_and_passes(device: str) -> None:
+    group = group_of(device, LazyTable())
+    found = remarks(group)
+    assert any("the graph reads a tensor of shape (4,)" in text for text in found)
+    assert all("not from an input" in text for text in found)
+    runner = group["lazy"]
+    x = torch.randn(5, 4, device=device)
+    expected = x * torch.arange(4, device=device).float().cos()
+    torch.testing.assert_close(runner.run(runner.dispatch(batch=5), x=x, clone=True), expected)
+    group.close()
+
+
+def test_s3_state_that_a_capture_writes_is_named_and_passes(device: str) -> None:
+    class Cache(torch.nn.Module):
+        rows: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.rows is None:
+                self.rows = torch.zeros(8, 4, device=x.device)
+            self.rows[: x.shape[0]] = x
+            return self.rows[: x.shape[0]] * 2
+
+    group = group_of(device, Cache())
+    assert any("name it in mutates=" in text for text in remarks(group))
+    runner = group["lazy"]
+    x = torch.randn(5, 4, device=device)
+    torch.testing.assert_close(runner.run(runner.dispatch(batch=5), x=x, clone=True), x * 2)
+    group.close()
+
+
+def test_s3_a_break_may_keep_a_plan_since_it_runs_again(device: str) -> None:
+    plans: list[torch.Tensor] = []
+
+    @gk.eager_break
+    def planned(x: torch.Tensor) -> torch.Tensor:
+        if not plans:
+            plans.append(x.sum(dim=1, keepdim=True) * 0)
+        return x + plans[0][:1]
+
+    policy = gk.Policy([gk.Route(gk.PIECEWISE, gk.Buckets.of(BATCH, 2, 8))])
+    group = group_of(device, lambda x: planned(x * 2) * 3, policy=policy)
+    assert remarks(group) == []
+    runner = group["lazy"]
+    x = torch.randn(5, 4, device=device)
+    torch.testing.assert_close(runner.run(runner.dispatch(batch=5), x=x, clone=True), x * 6)
+    group.close()
+
+
+def test_s3_an_unchecked_group_looks_at_nothing(device: str) -> None:
+    group = group_of(device, LazyPlan(), checked=False)
+    assert remarks(group) == []
+    group.close()
+
+
+def test_s4_an_attribute_that_changed_during_a_capture_is_named(device: str) -> None:
+    class Remembers(torch.nn.Module):
+        last: torch.Tensor | None = None
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x
+            self.calls += 1
+            return x + 1
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Remembers()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * 2
+
+    model = Outer()
+    for fn, prefix in ((model, ""), (lambda x: model(x), "model.")):
+        group = group_of(device, fn)
+        found = remarks(group)
+        assert any(f"attribute '{prefix}inner.last' was a tensor of shape" in t for t in found)
+        assert any(f"attribute '{prefix}inner.calls' was" in text for text in found)
+        assert all("a replay doesn't set it" in text for text in found)
+        group.close()
+
+
+def test_s4_an_object_that_is_no_module_and_a_replaced_buffer(device: str) -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(x.shape[0])
+            return x + 1
+
+    group = group_of(device, Plain().step)
+    assert any("attribute 'seen'" in text for text in remarks(group))
+    group.close()
+
+    class Replaces(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4, device=device))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = x.mean(dim=0)
+            return x + 1
+
+    group = group_of(device, Replaces())
+    assert any("attribute 'mean'" in text for text in remarks(group))
+    group.close()
+
+
+def test_s4_nothing_is_said_of_a_function_that_leaves_nothing(device: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).to(device)
+    group = group_of(device, lambda x: model(x), reads=[model])
+    assert remarks(group) == []
+    group.close()
+
+
+def test_o5_a_workspace_made_in_a_capture_and_kept_by_the_module_is_named(device: str) -> None:
+    class Workspace(torch.nn.Module):
+        kept: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            doubled = x * 2
+            total = doubled.sum()
+            del doubled
+            self.kept = torch.zeros(16, device=x.device)
+            return x + total
+
+    group = group_of(device, Workspace())
+    found = remarks(group)
+    assert any("'kept'" in text and "memory of the graphs' pool" in text for text in found)
+    group.close()
+
+
+@pytest.mark.gpu
+def test_o5_what_outlives_a_capture_elsewhere_is_named_by_its_origin() -> None:
+    kept: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept[:] = [x * 2]
+        return kept[0] + 1
+
+    group = group_of("cuda", fn)
+    found = remarks(group)
+    assert any("outlives the capture" in text and "aten.mul" in text for text in found)
+    group.close()
+
+
+@pytest.mark.gpu
+def test_o5_a_cycle_outlives_nothing() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        cycle: list[Any] = [x * 2]
+        cycle.append(cycle)
+        return cycle[0] + 1
+
+    group = group_of("cuda", fn)
+    assert remarks(group) == []
+    group.close()
+
+
+# -- what a recording doesn't see ------------------------------------------------------------------
+
+
+def by_address(x: torch.Tensor) -> torch.Tensor:
+    """Copies as another library does, given addresses, where no dispatcher looks."""
+    out = torch.empty_like(x)
+    ctypes.memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
+    return out + 1
+
+
+def test_work_outside_of_pytorch_does_not_pass_in_silence() -> None:
+    group = group_of("cpu", by_address)
+    with pytest.raises(gk.CaptureError, match="differs from an eager call") as caught:
+        group.capture(progress=False)
+    assert "runner 'lazy', FULL bucket [batch=8]" in str(caught.value)
+    assert "what NumPy or another library does" in str(caught.value)
+    rows = group.report().runners[0].graphs
+    assert not any(row.captured for row in rows)
+    assert all("differs from an eager call" in str(row.failure) for row in rows)
+    runner = group["lazy"]
+    dispatch = runner.dispatch(batch=2)
+    assert (dispatch.mode, dispatch.reason) == (gk.EAGER, gk.Reason.NOT_CAPTURED)
+    assert runner.run(dispatch, x=torch.ones(2, 4)).tolist() == [[2.0] * 4] * 2
+    group.close()
+
+
+def test_with_skip_the_bucket_falls_back() -> None:
+    group = gk.GraphGroup("cpu", checked=True, on_error="skip")
+    group.buffers.declare(x=gk.BufferSpec((BATCH, 4), torch.float32, pad=0))
+    policy = gk.Policy([gk.Route(gk.FULL, gk.Buckets.of(BATCH, 2, 8))])
+    runner = group.runner("r", by_address, policy=policy)
+    group.runner("right", lambda x: x * 2, policy=policy)
+    group.capture(progress=False)
+    assert runner.dispatch(batch=2).mode is gk.EAGER
+    assert group["right"].dispatch(batch=2).mode is gk.FULL
+    group.close()
+
+
+def test_the_comparison_leaves_everything_as_it_was() -> None:
+    state = torch.zeros(3)
+    torch.manual_seed(5)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state.add_(x.sum())
+        return x + torch.rand_like(x)
+
+    group = group_of("cpu", fn, mutates=[state])
+    before = torch.get_rng_state()
+    assert remarks(group) == []
+    assert state.tolist() == [0.0] * 3
+    assert torch.get_rng_state().equal(before)
+    assert all(row.replays == 0 for row in group.report().runners[0].graphs)
+    group.close()
+
+
+# -- replays compared with eager calls, now and then -----------------------------------------------
+
+
+def test_in_checked_mode_a_replay_is_compared_now_and_then(device: str) -> None:
+    """A value that changed behind the graph's back shows at the next comparison, by name."""
+    factor = [2.0]
+    calls: list[int] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x * factor[0]
+
+    group = group_of(device, fn)
+    group.capture(progress=False)
+    runner = group["lazy"]
+    dispatch = runner.dispatch(batch=5)
+    x = torch.ones(5, 4)
+    assert runner.run(dispatch, x=x, clone=True).tolist() == [[2.0] * 4] * 5
+    calls.clear()
+    for _ in range(8):
+        runner.run(dispatch, x=x)
+    assert calls == []
+    runner.run(dispatch, x=x)
+    assert calls
+    assert set(calls) == {8}
+    factor[0] = 3.0
+    for _ in range(89):
+        runner.run(dispatch, x=x)
+    with pytest.raises(gk.CheckError, match=r"FULL bucket \[batch=8\]: the output differs from an"):
+        runner.run(dispatch, x=x)
+    group.close()
+
+
+def test_the_comparison_is_left_out_where_prepare_would_run_again(device: str) -> None:
+    prepared: list[Any] = []
+
+    def prepare(step: gk.Step) -> dict[str, Any]:
+        prepared.append(step.phase)
+        return {}
+
+    group = group_of(device, lambda x: x * 2, prepare=prepare)
+    group.capture(progress=False)
+    prepared.clear()
+    group["lazy"].run(group["lazy"].dispatch(batch=2), x=torch.ones(2, 4))
+    assert prepared == [gk.Phase.REPLAY]
+    group.close()
+
+
+def test_an_unchecked_group_compares_nothing(device: str) -> None:
+    calls: list[int] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x * 2
+
+    group = group_of(device, fn, checked=False)
+    group.capture(progress=False)
+    calls.clear()
+    for _ in range(12):
+        group["lazy"].run(group["lazy"].dispatch(batch=5), x=torch.ones(5, 4))
+    assert calls == []
+    group.close()
