@@ -33,7 +33,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy --strict graphkit tests/typing
+	$(VENV)/bin/mypy --strict graphkit graphkit_pytest.py tests/typing
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .

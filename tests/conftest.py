@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+pytest_plugins = ["pytester"]
+"""For the tests of graphkit's own plugin."""
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from graphkit.buckets import Bucket, Buckets
 from graphkit.dims import Dim, at_most
 from graphkit.errors import BucketError, GraphkitError, SpecError
-from tests import strategies
+from graphkit.testing import strategies
 
 batch = Dim("batch", 64)
 reqs, tokens, pages = Dim("reqs", 256), Dim("tokens", 2048), Dim("pages", 512)

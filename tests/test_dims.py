@@ -20,7 +20,7 @@ from graphkit.dims import (
     interleaved,
 )
 from graphkit.errors import BucketError, GraphkitError, InputError, SpecError
-from tests import strategies
+from graphkit.testing import strategies
 
 reqs, tokens = Dim("reqs", 8), Dim("tokens", 32)
 

@@ -36,7 +36,7 @@ from graphkit.errors import (
     SpecError,
     UnreachableBucketWarning,
 )
-from tests import strategies
+from graphkit.testing import strategies
 
 reqs, tokens, pages = Dim("reqs", 256), Dim("tokens", 2048), Dim("pages", 512)
 batch = Dim("batch", 64)
@@ -810,7 +810,7 @@ def accepting(dispatcher: Dispatcher, asked: strategies.Batch) -> dict[Mode, set
                 longest is None or longest > bucket.max_query_len
             ):
                 continue
-            if asked.reqs > bucket["reqs"] or asked.tokens > bucket["tokens"]:
+            if any(size > bucket[name] for name, size in asked.sizes.items()):
                 continue
             first = route.buckets.dims[0].name
             padded, real = bucket[first], asked.sizes[first]
@@ -862,8 +862,8 @@ def test_a_smaller_batch_never_costs_more(data):
     count, rows = dispatcher.dims.values()
     larger = data.draw(strategies.batches(count, rows).filter(lambda b: b.query_len is None))
     smaller = {
-        "reqs": larger.reqs,
-        "tokens": data.draw(st.integers(0, larger.tokens)),
+        "reqs": larger.sizes["reqs"],
+        "tokens": data.draw(st.integers(0, larger.sizes["tokens"])),
         "max_query_len": larger.max_query_len,
     }
     one, other = dispatcher.dispatch(**larger.named), dispatcher.dispatch(**smaller)

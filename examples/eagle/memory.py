@@ -121,7 +121,8 @@ class Memory:
         # to point at scratch: a padded request must never write where a real one reads.
         self.buffers = self.group.buffers.declare(
             # Written by the host, for the target; the draft reads the same memory.
-            input_ids=gk.BufferSpec((tokens,), torch.int64, pad=0),
+            # The last row's successor is read from the row after it: a rejected draft's, which nothing uses.
+            input_ids=gk.BufferSpec((tokens,), torch.int64, pad=gk.relied(0)),
             positions=gk.BufferSpec((tokens,), torch.int64, pad=0, valid=(0, limits.max_length)),
             slot_mapping=gk.BufferSpec(
                 (tokens,), torch.int64, pad=scratch_slot, valid=(0, self.target_cache.slots)

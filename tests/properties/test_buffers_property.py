@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import graphkit as gk
 from graphkit.buffers import Buffers, shape_at
-from tests import strategies
+from graphkit.testing import strategies
 from tests.properties import model
 from tests.properties.bounds import examples
 

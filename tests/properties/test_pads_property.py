@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from graphkit.buffers import BufferSpec
 from graphkit.dims import Dim
 from graphkit.hostdata import encode, numpy_dtype, tensor_to_numpy
-from graphkit.pads import as_fed, fill_device, host_fills, steps_of, tensor_fills
-from tests import strategies
+from graphkit.pads import as_fed, continue_, fill_device, host_fills, steps_of, tensor_fills
+from graphkit.testing import strategies
 from tests.properties import model
 from tests.properties.bounds import examples
 
@@ -93,7 +93,7 @@ def test_the_device_pads_as_the_model_does(case: Any, fed: bool, device: str) ->
 def test_steps_are_the_same_bits_on_host_and_device(
     dtype: torch.dtype, step: float, last: float, real: int, device: str
 ) -> None:
-    spec = BufferSpec((Dim("rows", 40),), dtype, pad={"rows": strategies.continue_(step)})
+    spec = BufferSpec((Dim("rows", 40),), dtype, pad={"rows": continue_(step)})
     array = np.full(40, last, numpy_dtype(dtype))
     for fill in host_fills(array, (real,), spec.pads, lambda value: value):
         fill.run()

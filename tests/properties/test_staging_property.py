@@ -18,7 +18,7 @@ import graphkit as gk
 from graphkit import staging
 from graphkit.buffers import shape_text
 from graphkit.hostdata import has_numpy, numpy_dtype, tensor_to_numpy
-from tests import strategies
+from graphkit.testing import strategies
 from tests.properties import model
 from tests.properties.bounds import examples
 
