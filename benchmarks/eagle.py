@@ -12,7 +12,6 @@ is idle, the ways in turns.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import interleaved_us, save, show, synchronize
+from benchmarks.measure import back_to_back_us, interleaved_us, save, show, synchronize
 from examples.eagle import corpus
 from examples.eagle.batch import Batch
 from examples.eagle.draft import DraftConfig, DraftHead
@@ -135,28 +134,6 @@ def bare_graph(speculator: EagleSpeculator, reqs: int, k: int) -> Callable[[], N
         body()
     replay: Callable[[], None] = graph.replay
     return replay
-
-
-def back_to_back_us(call: Callable[[], object], number: int) -> float:
-    """Microseconds of one of many calls without a wait between; the median of five rounds."""
-    call()
-    times = []
-    for _ in range(5):
-        synchronize()
-        if torch.cuda.is_available():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(number):
-                call()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / number)
-        else:
-            began = time.perf_counter()
-            for _ in range(number):
-                call()
-            times.append((time.perf_counter() - began) * 1e6 / number)
-    return statistics.median(times)
 
 
 def proposals(draft: DraftHead, reqs: int, k: int, number: int) -> dict[str, Any]:

@@ -23,14 +23,21 @@ def synchronize() -> None:
 
 
 def step_us(
-    step: Callable[[int], object], *, number: int = 400, warmup: int = 40
+    step: Callable[[int], object],
+    *,
+    number: int = 400,
+    warmup: int = 40,
+    before: Callable[[int], object] | None = None,
 ) -> tuple[float, float]:
     """Median microseconds of a step on the host, and from its beginning until the device is idle.
 
-    The device is drained between steps, as a decode loop that reads its tokens sees it.
+    The device is drained between steps, as a decode loop that reads its tokens sees it. What `before` does for
+    a step isn't timed.
     """
     host, wall = [], []
     for index in range(warmup + number):
+        if before is not None:
+            before(index)
         synchronize()
         begin = time.perf_counter_ns()
         step(index)
@@ -44,7 +51,11 @@ def step_us(
 
 
 def interleaved_us(
-    steps: Mapping[str, Callable[[int], object]], *, number: int = 400, rounds: int = 15
+    steps: Mapping[str, Callable[[int], object]],
+    *,
+    number: int = 400,
+    rounds: int = 15,
+    before: Callable[[int], object] | None = None,
 ) -> dict[str, dict[str, float]]:
     """`step_us` of several ways, taken in turns so that a drift of the machine meets them all.
 
@@ -54,7 +65,8 @@ def interleaved_us(
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            seen[name].append(step_us(step, number=max(number // rounds, 3), warmup=10))
+            each = max(number // rounds, 3)
+            seen[name].append(step_us(step, number=each, warmup=10, before=before))
     return {
         name: {
             "host_us": statistics.median(host for host, _ in pairs),
@@ -62,6 +74,28 @@ def interleaved_us(
         }
         for name, pairs in seen.items()
     }
+
+
+def back_to_back_us(call: Callable[[], object], number: int) -> float:
+    """Microseconds of one of many calls without a wait between; the median of five rounds."""
+    call()
+    times = []
+    for _ in range(5):
+        synchronize()
+        if torch.cuda.is_available():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(number):
+                call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / number)
+        else:
+            began = time.perf_counter()
+            for _ in range(number):
+                call()
+            times.append((time.perf_counter() - began) * 1e6 / number)
+    return statistics.median(times)
 
 
 def environment() -> dict[str, Any]:

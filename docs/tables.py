@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from docs.budgets import (
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
-MODULES = ("staging", "dispatch", "capture", "piecewise", "eagle")
+MODULES = ("staging", "dispatch", "capture", "piecewise", "eagle", "workloads")
 
 MARK = re.compile(r"^<!-- table: (\S+) -->$.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 FIGURE = re.compile(r"-|[\d.,]+( [^\d(]+)?( \([\d.]+\))?")
@@ -70,6 +71,34 @@ def staging_table(result: Result, shape: str) -> str:
             cells += [_us(times[unit]), f"{times[unit] / floor[unit]:.2f}"]
         rows.append(cells if name != "memcpy of the payload" else [*cells[:3], "-", "-"])
     return markdown(("a step", "host µs", "/ floor", "wall µs", "/ floor"), rows)
+
+
+WAYS = {
+    "A: packed in place": "packed in place, one copy and replay",
+    "B: a copy, and unpacking in the graph": "graphkit, arrays, copy before the graph",
+    "D: the copy is a node of the graph": "graphkit, arrays, copy in the graph",
+    "U: the graph reads the slot from the host": None,
+}
+"""The ways that the design weighs to bring inputs to a graph, and the rows that measure them."""
+
+
+def staging_ways(result: Result) -> str:
+    """The ways of the design, of which U isn't built."""
+    measured = result["staging"][SMALL]
+    floor = measured[FLOOR]
+    rows = []
+    for way, name in WAYS.items():
+        times = measured.get(name)
+        row = "not built" if name is None else name
+        cells = ["-"] * 4
+        if times is not None:
+            cells = [
+                cell
+                for unit in ("host_us", "wall_us")
+                for cell in (_us(times[unit]), f"{times[unit] / floor[unit]:.2f}")
+            ]
+        rows.append((way, row, *cells))
+    return markdown(("way", "its row", "host µs", "/ floor", "wall µs", "/ floor"), rows)
 
 
 def staging_gain(result: Result) -> str:
@@ -211,6 +240,84 @@ def end_to_end_table(result: Result) -> str:
     return markdown(heading, rows)
 
 
+PEERS = {
+    "floor: one pinned copy and replay": "floor",
+    "graphkit": "graphkit",
+    "pinned copies and replay": "pinned copies, replay",
+    "make_graphed_callables": "make_graphed_callables",
+    "torch.compile reduce-overhead": "reduce-overhead",
+    "torch.compile reduce-overhead, static inputs marked": "reduce-overhead, marked",
+    "eager": "eager",
+}
+"""The ways of `benchmarks.workloads`, as short as a table needs them."""
+
+
+def workloads_table(result: Result) -> str:
+    """What a step costs, by workload and way, and what there is to say about a way."""
+    rows = []
+    for each in result["workloads"]:
+        floor = each["ways"][FLOOR]
+        ways = each["ways"].items()
+        for name, way in sorted(ways, key=lambda item: item[1]["host_us"]):
+            cells = [each["name"], PEERS[name]]
+            for unit in ("host_us", "wall_us"):
+                cells += [_us(way[unit]), f"{way[unit] / floor[unit]:.2f}"]
+            share = way["gpu_share"]
+            rows.append((*cells, "-" if share is None else f"{share:.2f}"))
+    heading = ("", "a step", "host µs", "/ floor", "wall µs", "/ floor", "GPU busy")
+    return "\n".join([markdown(heading, rows), *_remarks(result)])
+
+
+def _remarks(result: Result) -> list[str]:
+    """A paragraph of peers that failed, went without graphs, or computed something else."""
+    found = []
+    for each in result["workloads"]:
+        for name, reason in each["failures"].items():
+            found.append(f"{each['name']}, {PEERS[name]}: {reason}")
+        for name, way in each["ways"].items():
+            if way.get("note"):
+                found.append(f"{each['name']}, {PEERS[name]}: {way['note']}")
+            same = way["same"]
+            if same is not None and same < ALIKE:
+                found.append(f"{each['name']}, {PEERS[name]}: {same:.0%} of the results as eager's")
+    found += [f"{name}: failed, {reason}" for name, reason in result["failed"].items()]
+    return ["", *(f"- *{textwrap.shorten(text, 110)}*" for text in found)] if found else []
+
+
+ALIKE = 0.9
+"""The share of results as eager's below which a table says so; roundings decide between likely tokens."""
+
+
+def workloads_ratios(result: Result) -> str:
+    """graphkit's time over each peer's: on the host, and on the wall."""
+    peers = {name: short for name, short in PEERS.items() if short not in ("floor", "graphkit")}
+    rows = []
+    for each in result["workloads"]:
+        ours, cells = each["ways"]["graphkit"], []
+        for name in peers:
+            way = each["ways"].get(name)
+            cells.append(
+                "-"
+                if way is None
+                else f"{ours['host_us'] / way['host_us']:.2f} "
+                f"({ours['wall_us'] / way['wall_us']:.2f})"
+            )
+        rows.append((each["name"], *cells))
+    return markdown(("graphkit /", *peers.values()), rows)
+
+
+def workloads_memory(result: Result) -> str:
+    """Seconds and bytes of making each way."""
+    rows = []
+    for each in result["workloads"]:
+        for name, way in each["ways"].items():
+            taken = way.get("bytes")
+            if taken is not None:
+                parts = (_mib(taken[kind]) for kind in ("pool", "static", "driver"))
+                rows.append((each["name"], PEERS[name], f"{way['seconds']:.2f} s", *parts))
+    return markdown(("", "way", "made in", "pool", "static", "driver"), rows)
+
+
 def budget_table(budgets: Sequence[Budget]) -> str:
     """Every budget, and whether it is met."""
     rows = [budget.cells for budget in budgets]
@@ -229,6 +336,7 @@ TABLES: Mapping[str, Table] = {
     "staging": Table("staging", lambda result: staging_table(result, SMALL)),
     "staging-large": Table("staging", lambda result: staging_table(result, LARGE)),
     "staging-gain": Table("staging", staging_gain),
+    "staging-ways": Table("staging", staging_ways),
     "dispatch": Table("dispatch", dispatch_table),
     "capture": Table("capture", capture_table),
     "piecewise-segments": Table("piecewise", segments_table),
@@ -236,6 +344,9 @@ TABLES: Mapping[str, Table] = {
     "piecewise-capture": Table("piecewise", piecewise_capture_table),
     "eagle-proposals": Table("eagle", proposals_table),
     "eagle-end-to-end": Table("eagle", end_to_end_table),
+    "workloads": Table("workloads", workloads_table),
+    "workloads-ratios": Table("workloads", workloads_ratios),
+    "workloads-memory": Table("workloads", workloads_memory),
     "gain-decode": Table("eagle", lambda result: eagle_gain(result, "none", "decode")),
     "gain-prefill": Table("eagle", lambda result: eagle_gain(result, "decode", "prefill+decode")),
     "gain-one": Table("eagle", lambda result: eagle_gain(result, "prefill+decode", "one")),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import dispatch, eagle, piecewise, staging
+from benchmarks.workloads.ways import WAYS
 from docs import budgets, tables
 from docs.budgets import BUDGETS, Budget
 from docs.tables import Results, TableError, main, rewritten
@@ -56,6 +58,22 @@ def proposal(reqs: int, k: int) -> dict[str, Any]:
         "agree": reqs == 1,
         "kept": False,
     }
+
+
+def workload(name: str, **further: Any) -> dict[str, Any]:
+    ways: dict[str, Any] = {}
+    for number, way in enumerate(WAYS, 1):
+        is_eager = way == "eager"
+        ways[way] = {
+            "host_us": 10.0 * number,
+            "wall_us": 1000.0 + 10 * number,
+            "gpu_share": None if "compile" in way else 0.96,
+            "same": None if number == 1 else 1.0,
+            "seconds": None if is_eager else 0.25,
+            "bytes": None if is_eager else {"pool": 2**30, "static": 2**20, "driver": 0},
+            "note": "",
+        }
+    return {"name": name, "ways": ways, "gpu_us": 900.0, "failures": {}, **further}
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -116,7 +134,17 @@ def results() -> dict[str, dict[str, Any]]:
                 }
             ],
         },
+        "workloads": workloads_result(),
     }
+
+
+def workloads_result() -> dict[str, Any]:
+    rows = [workload("llama, batch 8"), workload("llama, batch 250 of 256")]
+    rows[1]["failures"] = {"make_graphed_callables": "RuntimeError: " + 40 * "no such luck, "}
+    del rows[1]["ways"]["make_graphed_callables"]
+    compiled = rows[0]["ways"]["torch.compile reduce-overhead"]
+    compiled["note"], compiled["same"] = "cudagraphs were skipped", 0.5
+    return {"small": False, "workloads": rows, "failed": {"policy": "ValueError: 3"}}
 
 
 def write(folder: Path, **given: Any) -> Results:
@@ -144,13 +172,23 @@ def test_every_table_is_on_a_page() -> None:
     assert [name for name in NAMES if f"<!-- table: {name} -->" not in text] == []
 
 
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a page outside of its programs' output, which is as it is."""
+    fence = ""
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            fence = "" if fence else line
+        elif fence != "```":
+            yield number, line
+
+
 def test_pages_have_short_lines() -> None:
     long = [
         f"{page.name}:{number}"
         for page in tables.PAGES.rglob("*.md")
         # The architecture page's tables are its own.
         if page.name != "architecture.md"
-        for number, line in enumerate(page.read_text().splitlines(), 1)
+        for number, line in prose(page)
         if len(line) > 120
     ]
     assert long == []
@@ -162,6 +200,8 @@ def test_pages_have_short_lines() -> None:
 def test_names_and_budgets_are_those_of_the_benchmarks(measured: Results) -> None:
     assert list(staging.SHAPES) == [budgets.SMALL, budgets.LARGE]
     assert tables.MODES == GRAPHS
+    assert set(tables.PEERS) == set(WAYS)
+    assert staging.PACKED in tables.WAYS.values()
 
     def bounds(module: str) -> dict[str, float]:
         return {b.what: b.bound for b in BUDGETS[module](measured.load(module))}
@@ -277,6 +317,40 @@ def test_what_one_step_gains(measured: Results) -> None:
 def test_drafts_that_differ_are_shown(measured: Results) -> None:
     rows = measured.table("eagle-proposals").splitlines()[2:]
     assert [row.rsplit(" | ", 1)[1] for row in rows] == ["yes |", "yes |", "**no** |"]
+
+
+def test_workloads_are_held_against_their_floor(measured: Results) -> None:
+    lines = measured.table("workloads").splitlines()
+    assert lines[2] == "| llama, batch 8 | floor | 10.0 | 1.00 | 1,010 | 1.00 | 0.96 |"
+    assert "| llama, batch 8 | reduce-overhead | 60.0 | 6.00 | 1,060 | 1.05 | - |" in lines
+
+
+def test_a_peer_that_fails_or_goes_without_a_graph_is_told(measured: Results) -> None:
+    remarks = measured.table("workloads").split("\n\n")[1].splitlines()
+    assert remarks == [
+        "- *llama, batch 8, reduce-overhead: cudagraphs were skipped*",
+        "- *llama, batch 8, reduce-overhead: 50% of the results as eager's*",
+        remarks[2],
+        "- *policy: failed, ValueError: 3*",
+    ]
+    assert remarks[2].startswith("- *llama, batch 250 of 256, make_graphed_callables: RuntimeError")
+    assert measured.table("workloads-ratios").splitlines()[2:] == [
+        "| llama, batch 8 | 0.67 (0.99) | 0.50 (0.98) | 0.33 (0.96) | 0.29 (0.95) | 0.40 (0.97) |",
+        "| llama, batch 250 of 256 | 0.67 (0.99) | - | 0.33 (0.96) | 0.29 (0.95) | 0.40 (0.97) |",
+    ]
+
+
+def test_memory_of_what_was_made(measured: Results) -> None:
+    lines = measured.table("workloads-memory").splitlines()
+    assert "| llama, batch 8 | graphkit | 0.25 s | 1024.0 MiB | 1.0 MiB | 0.0 MiB |" in lines
+    assert not [line for line in lines if "| eager |" in line]
+
+
+def test_a_way_without_figures_keeps_its_row(measured: Results) -> None:
+    """The rows came later than the first results."""
+    lines = measured.table("staging-ways").splitlines()
+    assert "| A: packed in place | packed in place, one copy and replay | - | - | - | - |" in lines
+    assert any(line.endswith("| 12.0 | 1.20 | 62.0 | 1.03 |") for line in lines)
 
 
 @pytest.mark.parametrize(
