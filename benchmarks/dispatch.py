@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import save
-from graphkit.buckets import Buckets
 from graphkit.dims import Dim, at_most
-from graphkit.dispatch import FULL, PIECEWISE, Dispatcher, Policy, Route
+from graphkit.dispatch.buckets import Buckets
+from graphkit.dispatch.dispatcher import FULL, PIECEWISE, Dispatcher, Policy, Route
 
 BUDGET_NS = 1000
 """A dispatch of a known batch, whatever the number of buckets."""

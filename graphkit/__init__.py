@@ -9,12 +9,14 @@
 import importlib as _importlib
 from typing import Any as _Any
 
-from graphkit.breaks import Break, Patch, break_at, eager_break
-from graphkit.buckets import Bucket, Buckets
 from graphkit.buffers import Buffer, Buffers, BufferSpec
-from graphkit.capture import Captured, CaptureSession
+from graphkit.capture.breaks import Break, Patch, break_at, eager_break
+from graphkit.capture.mutation import Scratch
+from graphkit.capture.session import Captured, CaptureSession
+from graphkit.checking.findings import CheckReport, Comparison, Finding, FindingKind
 from graphkit.dims import Affine, Dim, at_most, interleaved
-from graphkit.dispatch import (
+from graphkit.dispatch.buckets import Bucket, Buckets
+from graphkit.dispatch.dispatcher import (
     EAGER,
     FULL,
     PIECEWISE,
@@ -47,20 +49,18 @@ from graphkit.errors import (
     StateError,
     UnreachableBucketWarning,
 )
-from graphkit.estimate import Estimate
-from graphkit.findings import CheckReport, Comparison, Finding, FindingKind
-from graphkit.group import GraphGroup
+from graphkit.group.estimate import Estimate
+from graphkit.group.group import GraphGroup
+from graphkit.group.report import Report
+from graphkit.group.wrap import Wrapped
 from graphkit.lint import Refusal, lint
-from graphkit.mutation import Scratch
-from graphkit.outputs import Output
+from graphkit.outputs.outputs import Output
 from graphkit.pads import by_producer, continue_, keep, relied, repeat_last
 from graphkit.parameters import Count, Fed, Resident
-from graphkit.report import Report
-from graphkit.runner import GraphRunner
-from graphkit.shared import State
-from graphkit.stage import Stage
-from graphkit.step import Phase, Step, current_run
-from graphkit.wrap import Wrapped
+from graphkit.runner.runner import GraphRunner
+from graphkit.runner.shared import State
+from graphkit.runner.step import Phase, Step, current_run
+from graphkit.staging.stage import Stage
 
 __version__ = "0.1.0"
 

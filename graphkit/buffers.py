@@ -17,8 +17,8 @@ import torch
 
 from graphkit.dims import Affine, Dim, affine, as_items, check_name, dims_by_name
 from graphkit.errors import InputError, SpecError, StateError
-from graphkit.hostdata import check_dtype, has_numpy
 from graphkit.pads import Pad, as_pad
+from graphkit.staging.hostdata import check_dtype, has_numpy
 
 Extent = int | Dim | Affine
 """One axis of a shape: fixed, or in terms of a dim."""

@@ -18,9 +18,9 @@ from graphkit.backends.recording import ambience, nests, refusals
 from graphkit.backends.recording.memory import Memories
 from graphkit.backends.recording.operations import Effect, Operation
 from graphkit.backends.recording.trace import frame_at, same
-from graphkit.breaks import Break, recording
+from graphkit.capture.breaks import Break, recording
+from graphkit.dispatch.policy import FULL, PIECEWISE, Mode
 from graphkit.errors import InputError, SpecError, _is_library
-from graphkit.policy import FULL, PIECEWISE, Mode
 
 _PAGEABLE = "it copies between pageable host memory and the device, which a capture can't wait for"
 _PAGEABLE_ADVICE = "Copy before the run, into a buffer, or make the tensor once, outside"

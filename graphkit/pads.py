@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from graphkit.errors import SpecError
-from graphkit.hostdata import encode as encode_value
+from graphkit.staging.hostdata import encode as encode_value
 
 Kind = Literal["value", "repeat_last", "continue", "keep", "by_producer"]
 

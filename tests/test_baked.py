@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphkit.baked import same
+from graphkit.capture.baked import same
 
 NAN = float("nan")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphkit.buckets import Bucket, Buckets
 from graphkit.dims import Dim, at_most
+from graphkit.dispatch.buckets import Bucket, Buckets
 from graphkit.errors import BucketError, GraphkitError, SpecError
 from graphkit.testing import strategies
 

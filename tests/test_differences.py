@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphkit.differences import (
+from graphkit.checking.differences import (
     Difference,
     Tolerance,
     bit_difference,

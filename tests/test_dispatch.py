@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from graphkit.buckets import Bucket, Buckets
 from graphkit.dims import Dim, at_most
-from graphkit.dispatch import (
+from graphkit.dispatch.buckets import Bucket, Buckets
+from graphkit.dispatch.dispatcher import (
     EAGER,
     FULL,
     PIECEWISE,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphkit as gk
-from graphkit.hostdata import encode, exact_array, has_numpy, numpy_dtype, tensor_to_numpy
+from graphkit.staging.hostdata import encode, exact_array, has_numpy, numpy_dtype, tensor_to_numpy
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint32]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graphkit as gk
-from graphkit.leases import Lease, LeasedTensor, with_lease
+from graphkit.outputs.leases import Lease, LeasedTensor, with_lease
 
 
 class Memory:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphkit as gk
-from graphkit.hostdata import exact_array, numpy_dtype
-from graphkit.lists import is_ragged, packed_integers, ragged_rows
+from graphkit.staging.hostdata import exact_array, numpy_dtype
+from graphkit.staging.lists import is_ragged, packed_integers, ragged_rows
 
 REQS, PAGES = gk.Dim("reqs", 6), gk.Dim("pages", 5)
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,

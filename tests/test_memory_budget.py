@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import graphkit as gk
 from graphkit.backends.recording import RecordingBackend
-from graphkit.memory import bytes_text, out_of_memory, parse_bytes
-from graphkit.memory_budget import Admission, Applicant
+from graphkit.group.admission import Admission, Applicant
+from graphkit.group.memory import bytes_text, out_of_memory, parse_bytes
 from tests.properties.bounds import examples
 
 BATCH = gk.Dim("batch", 16)

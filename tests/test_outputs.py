@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import graphkit as gk
 from graphkit.backends import backend_for
 from graphkit.buffers import shape_at
-from graphkit.host_output import HostOutput
-from graphkit.inference import Sample, infer_shape
-from graphkit.outputs import StaticOutput, Tree, as_outputs, bound_to, check_leaf
-from graphkit.results import Results
-from graphkit.shared import Shared
+from graphkit.outputs.host_output import HostOutput
+from graphkit.outputs.inference import Sample, infer_shape
+from graphkit.outputs.outputs import StaticOutput, Tree, as_outputs, bound_to, check_leaf
+from graphkit.outputs.results import Results
+from graphkit.runner.shared import Shared
 from tests.properties.bounds import examples
 
 reqs, tokens = gk.Dim("reqs", 16), gk.Dim("tokens", 64)

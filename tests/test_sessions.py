@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import graphkit as gk
-from graphkit.capture import Progress
+from graphkit.capture.session import Progress
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 
 import graphkit as gk
 from graphkit.backends.recording import RecordingBackend
-from graphkit.ring import Ring
+from graphkit.staging.ring import Ring
 
 batch = gk.Dim("batch", 8)
 
@@ -237,7 +237,7 @@ def test_bits_are_not_taken_for_the_type_that_they_stand_for(dtype, bits, as_arr
 @pytest.mark.parametrize("way", ["host", "staged host", "staged device"])
 @pytest.mark.parametrize("direct", [False, True])
 def test_staging_pads_for_the_producer_that_it_is(way, direct, monkeypatch):
-    monkeypatch.setattr("graphkit.staging.PACKED_LIMIT", 0 if direct else 1 << 20)
+    monkeypatch.setattr("graphkit.staging.staging.PACKED_LIMIT", 0 if direct else 1 << 20)
     spec = gk.BufferSpec((batch,), torch.int32, pad=gk.by_producer(7))
     group, runner = runner_of(lambda x: x * 1, {"x": spec}, ring_depth=1)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graphkit as gk
-from graphkit.watch import WriteWatch, check_fingerprints, check_reads, fingerprints
+from graphkit.capture.watch import WriteWatch, check_fingerprints, check_reads, fingerprints
 
 
 def test_sources_are_modules_tensors_and_callables():

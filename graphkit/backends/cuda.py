@@ -1,7 +1,7 @@
 """CUDA graphs, driven directly: `torch.cuda.CUDAGraph` without `torch.cuda.graph`.
 
 `torch.cuda.graph` collects garbage, synchronises and flushes the allocator for each graph; a session
-does so once for all of them (`graphkit.capture`), which is most of the difference in capture time.
+does so once for all of them (`graphkit.capture.session`), which is most of the difference in capture time.
 """
 
 from __future__ import annotations

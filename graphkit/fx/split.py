@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphkit.breaks import Break, Rows
+from graphkit.capture.breaks import Break, Rows
 from graphkit.dims import Affine, Dim
 from graphkit.errors import SpecError
 from graphkit.fx.inputs import TraceInputs

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes.split_module import split_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from graphkit.breaks import Break, Rows
+from graphkit.capture.breaks import Break, Rows
 from graphkit.errors import SpecError
 from graphkit.fx.matching import Matcher, Operator, operator_name
 

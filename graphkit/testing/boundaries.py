@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphkit.bucket import Bucket
 from graphkit.dims import Affine, AtMost, Dim
-from graphkit.dispatch import Dispatcher
+from graphkit.dispatch.bucket import Bucket
+from graphkit.dispatch.dispatcher import Dispatcher
 
 Bounds = Mapping[str, Dim | Affine]
 

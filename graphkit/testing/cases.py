@@ -9,19 +9,19 @@ from typing import Any, Protocol, TypedDict
 import attrs
 import torch
 
-from graphkit.bucket_graph import BucketGraph
-from graphkit.differences import Tolerance
-from graphkit.dispatch import EAGER, Dispatch
+from graphkit.checking.differences import Tolerance
+from graphkit.checking.kept import Kept
+from graphkit.dispatch.dispatcher import EAGER, Dispatch
 from graphkit.errors import CheckError, DispatchError
-from graphkit.group import GraphGroup
-from graphkit.kept import Kept
-from graphkit.outputs import Tree, output_name
-from graphkit.runner import GraphRunner
-from graphkit.shared import State
+from graphkit.group.group import GraphGroup
+from graphkit.group.wrap import Wrapped
+from graphkit.outputs.outputs import Tree, output_name
+from graphkit.runner.bucket_graph import BucketGraph
+from graphkit.runner.runner import GraphRunner
+from graphkit.runner.shared import State
 from graphkit.testing.boundaries import boundary_batches
 from graphkit.testing.contents import contents_for
 from graphkit.testing.residents import read_residents, write_residents
-from graphkit.wrap import Wrapped
 
 Target = GraphRunner | Wrapped | GraphGroup
 """What is checked: a runner, a wrapped function, or all runners of a group, which is captured if it isn't yet."""

@@ -13,11 +13,11 @@ from typing import Unpack
 
 import torch
 
-from graphkit.bucket import Bucket
-from graphkit.differences import difference
+from graphkit.checking.differences import difference
+from graphkit.checking.findings import CheckReport, FindingKind
+from graphkit.dispatch.bucket import Bucket
 from graphkit.errors import CheckError
-from graphkit.findings import CheckReport, FindingKind
-from graphkit.runner import GraphRunner
+from graphkit.runner.runner import GraphRunner
 from graphkit.testing.cases import (
     Given,
     Target,

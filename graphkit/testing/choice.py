@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from graphkit.bucket import Bucket
-from graphkit.dispatch import EAGER, Dispatch, Mode, Route
+from graphkit.dispatch.bucket import Bucket
+from graphkit.dispatch.dispatcher import EAGER, Dispatch, Mode, Route
 from graphkit.errors import CheckError, DispatchError
-from graphkit.runner import GraphRunner
+from graphkit.runner.runner import GraphRunner
 from graphkit.testing.boundaries import boundary_batches
 from graphkit.testing.cases import Given
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphkit.bucket import Bucket
 from graphkit.buffers import BufferSpec, shape_at
+from graphkit.capture.example import default_example
 from graphkit.dims import Affine
-from graphkit.dispatch import Dispatch
-from graphkit.example import default_example
-from graphkit.hostdata import has_numpy, numpy_dtype
-from graphkit.runner import GraphRunner
+from graphkit.dispatch.bucket import Bucket
+from graphkit.dispatch.dispatcher import Dispatch
+from graphkit.runner.runner import GraphRunner
+from graphkit.staging.hostdata import has_numpy, numpy_dtype
 
 
 def contents_for(

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from graphkit.differences import Tolerance, difference
-from graphkit.dispatch import FULL
+from graphkit.checking.differences import Tolerance, difference
+from graphkit.dispatch.dispatcher import FULL
 from graphkit.errors import CheckError, ConcurrentRunError, StaleOutputError
-from graphkit.runner import GraphRunner
-from graphkit.shared import Shared
+from graphkit.runner.runner import GraphRunner
+from graphkit.runner.shared import Shared
 from graphkit.testing.cases import (
     Case,
     Given,

@@ -26,13 +26,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from graphkit.dispatch import Dispatch
+from graphkit.capture.mutation import Scratch
+from graphkit.dispatch.dispatcher import Dispatch
 from graphkit.errors import CheckError, DispatchError, InputError, SpecError
-from graphkit.group import GraphGroup
-from graphkit.mutation import Scratch
-from graphkit.outputs import Tree, output_name
-from graphkit.runner import GraphRunner
-from graphkit.shared import State
+from graphkit.group.group import GraphGroup
+from graphkit.outputs.outputs import Tree, output_name
+from graphkit.runner.runner import GraphRunner
+from graphkit.runner.shared import State
 from graphkit.testing.residents import read_residents, write_residents
 from graphkit.testing.strategies import (
     Batch,

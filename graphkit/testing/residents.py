@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from graphkit.buffers import Buffer, shape_at
-from graphkit.dispatch import Dispatch
-from graphkit.runner import GraphRunner
+from graphkit.dispatch.dispatcher import Dispatch
+from graphkit.runner.runner import GraphRunner
 
 
 def write_residents(

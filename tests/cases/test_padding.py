@@ -185,7 +185,7 @@ def padded(values: torch.Tensor, size: int, pad: Any) -> list[int]:
 def test_p3_the_tail_of_every_buffer_is_padded_on_every_run(device, how, pad, direct, monkeypatch):
     """Rows that a larger batch left are scattered again (vllm#13418, sglang#10892)."""
     if direct:
-        monkeypatch.setattr("graphkit.staging.PACKED_LIMIT", 0)
+        monkeypatch.setattr("graphkit.staging.staging.PACKED_LIMIT", 0)
     batch = gk.Dim("batch", 12)
     group = gk.GraphGroup(device)
     spec = gk.BufferSpec((batch,), torch.int64, pad=pad)

@@ -43,7 +43,7 @@ def test_h1_a_step_sees_its_own_values_though_later_ones_are_staged(
 ):
     """Step t's copy is delayed while step t+1 overwrites its source (vllm#54269)."""
     if direct:
-        monkeypatch.setattr("graphkit.staging.PACKED_LIMIT", 0)
+        monkeypatch.setattr("graphkit.staging.staging.PACKED_LIMIT", 0)
     spec = gk.BufferSpec((BATCH,), torch.int64, pad=-1)
     runner, _ = runner_of(device, spec, ring_depth=depth)
     steps = 2 * depth + 3
@@ -238,7 +238,7 @@ SHAPES: dict[str, tuple[Any, Any]] = {
 def test_h3_strided_inputs_and_any_row_dim(device, shape, how, direct, layout, monkeypatch):
     """Non-contiguous inputs, and buffers whose row dim isn't first (vllm#50445)."""
     if direct:
-        monkeypatch.setattr("graphkit.staging.PACKED_LIMIT", 0)
+        monkeypatch.setattr("graphkit.staging.staging.PACKED_LIMIT", 0)
     extents, sizes = SHAPES[shape]
     spec = gk.BufferSpec(extents, torch.int64, pad=-9, layout=layout)
     runner, x = runner_of(device, spec)

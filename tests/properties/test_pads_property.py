@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from graphkit.buffers import BufferSpec
 from graphkit.dims import Dim
-from graphkit.hostdata import encode, numpy_dtype, tensor_to_numpy
 from graphkit.pads import as_fed, continue_, fill_device, host_fills, steps_of, tensor_fills
+from graphkit.staging.hostdata import encode, numpy_dtype, tensor_to_numpy
 from graphkit.testing import strategies
 from tests.properties import model
 from tests.properties.bounds import examples

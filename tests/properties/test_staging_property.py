@@ -15,9 +15,9 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 import graphkit as gk
-from graphkit import staging
 from graphkit.buffers import shape_text
-from graphkit.hostdata import has_numpy, numpy_dtype, tensor_to_numpy
+from graphkit.staging import staging
+from graphkit.staging.hostdata import has_numpy, numpy_dtype, tensor_to_numpy
 from graphkit.testing import strategies
 from tests.properties import model
 from tests.properties.bounds import examples

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import graphkit as gk
-from graphkit.bucket_graph import BucketGraph
-from graphkit.capture import CaptureSession
-from graphkit.results import Results
-from graphkit.staging import Staging
+from graphkit.capture.session import CaptureSession
+from graphkit.outputs.results import Results
+from graphkit.runner.bucket_graph import BucketGraph
+from graphkit.staging.staging import Staging
 from tests.reliability.surroundings import changes, is_capturing, surroundings
 
 BATCH = gk.Dim("batch", 8)

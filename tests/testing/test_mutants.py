@@ -26,11 +26,11 @@ class NoLock:
 
 
 def never_pads_host_inputs(patch: Patch) -> None:
-    patch.setattr("graphkit.staging.host_fills", lambda *args: ())
+    patch.setattr("graphkit.staging.staging.host_fills", lambda *args: ())
 
 
 def never_pads_on_the_device(patch: Patch) -> None:
-    patch.setattr("graphkit.unpack.fill_device", lambda *args: None)
+    patch.setattr("graphkit.staging.unpack.fill_device", lambda *args: None)
 
 
 def pads_the_first_axis_only(patch: Patch) -> None:
@@ -39,7 +39,7 @@ def pads_the_first_axis_only(patch: Patch) -> None:
     def broken(region, real, pads, encode):
         return host_fills(region, real, [*pads[:1], *[None] * (len(pads) - 1)], encode)
 
-    patch.setattr("graphkit.staging.host_fills", broken)
+    patch.setattr("graphkit.staging.staging.host_fills", broken)
 
 
 def pads_with_zero_whatever_is_declared(patch: Patch) -> None:
@@ -49,15 +49,15 @@ def pads_with_zero_whatever_is_declared(patch: Patch) -> None:
         zeros = [Pad("value", 0) if pad is not None else None for pad in pads]
         return host_fills(region, real, zeros, encode)
 
-    patch.setattr("graphkit.staging.host_fills", broken)
+    patch.setattr("graphkit.staging.staging.host_fills", broken)
 
 
 def infers_outputs_from_one_bucket(patch: Patch) -> None:
-    patch.setattr("graphkit.results.infer_shape", lambda samples, *args: samples[0].shape)
+    patch.setattr("graphkit.outputs.results.infer_shape", lambda samples, *args: samples[0].shape)
 
 
 def returns_the_whole_bucket(patch: Patch) -> None:
-    from graphkit.results import Results
+    from graphkit.outputs.results import Results
 
     right = Results.views
 
@@ -71,15 +71,15 @@ def returns_the_whole_bucket(patch: Patch) -> None:
 
 
 def has_no_lock(patch: Patch) -> None:
-    patch.setattr("graphkit.shared.threading.Lock", NoLock)
+    patch.setattr("graphkit.runner.shared.threading.Lock", NoLock)
 
 
 def keeps_a_lease_for_ever(patch: Patch) -> None:
-    patch.setattr("graphkit.leases.Lease.check", lambda self: None)
+    patch.setattr("graphkit.outputs.leases.Lease.check", lambda self: None)
 
 
 def clones_nothing(patch: Patch) -> None:
-    from graphkit.results import Results
+    from graphkit.outputs.results import Results
 
     right = Results._given
 
@@ -107,39 +107,39 @@ def forgets_the_last_operation(patch: Patch) -> None:
 
 
 def moves_no_inputs(patch: Patch) -> None:
-    patch.setattr("graphkit.staging.Staging.move", lambda *args: None)
+    patch.setattr("graphkit.staging.staging.Staging.move", lambda *args: None)
 
 
 def prepares_no_replay(patch: Patch) -> None:
-    patch.setattr("graphkit.runner.GraphRunner._prepare_replay", lambda *args: None)
+    patch.setattr("graphkit.runner.runner.GraphRunner._prepare_replay", lambda *args: None)
 
 
 def binds_no_outputs_when_eager(patch: Patch) -> None:
     patch.setattr(
-        "graphkit.results.Results.bind_eager", lambda self, dispatch, result, clone: result
+        "graphkit.outputs.results.Results.bind_eager", lambda self, dispatch, result, clone: result
     )
 
 
 def picks_the_dearest_bucket(patch: Patch) -> None:
-    from graphkit.ranking import ranked
+    from graphkit.dispatch.ranking import ranked
 
     def broken(*args):
         return sorted(ranked(*args), key=lambda candidate: (candidate.rank, -candidate.order[1]))
 
-    patch.setattr("graphkit.dispatch.ranked", broken)
+    patch.setattr("graphkit.dispatch.dispatcher.ranked", broken)
 
 
 def prefers_the_slower_mode(patch: Patch) -> None:
-    from graphkit.ranking import ranked
+    from graphkit.dispatch.ranking import ranked
 
     def broken(*args):
         return sorted(ranked(*args), key=lambda candidate: -candidate.rank)
 
-    patch.setattr("graphkit.dispatch.ranked", broken)
+    patch.setattr("graphkit.dispatch.dispatcher.ranked", broken)
 
 
 def cuts_no_rows_for_breaks(patch: Patch) -> None:
-    patch.setattr("graphkit.piecewise._cut", lambda tensor, cut, sizes: tensor)
+    patch.setattr("graphkit.capture.piecewise._cut", lambda tensor, cut, sizes: tensor)
 
 
 def resident_sum(device: str) -> Any:
@@ -227,7 +227,7 @@ def test_outputs_that_two_runners_share_are_found(monkeypatch: Patch) -> None:
     group.runner("b", lambda x: x * 3, policy=planted.POLICY, outputs=planted.ROWS)
     testing.check_outputs_survive(group)
     group.release()
-    monkeypatch.setattr("graphkit.outputs.StaticOutput.__init__", one_memory)
+    monkeypatch.setattr("graphkit.outputs.outputs.StaticOutput.__init__", one_memory)
     for check in (testing.check_outputs_survive, testing.check_all):
         with pytest.raises(gk.CheckError, match="after runs of the group's other runners, a view"):
             check(group)

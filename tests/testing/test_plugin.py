@@ -16,7 +16,7 @@ import torch
 
 import graphkit as gk
 import graphkit_pytest
-from graphkit.group import CHECKED_VARIABLE
+from graphkit.group.group import CHECKED_VARIABLE
 from graphkit.testing import RunnerMachine
 from graphkit_pytest import Exercise
 

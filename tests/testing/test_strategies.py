@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
 import graphkit as gk
-from graphkit import staging
 from graphkit.buffers import shape_at
+from graphkit.staging import staging
 from graphkit.testing import strategies
 
 BATCH = gk.Dim("batch", 40)

@@ -9,7 +9,7 @@ import attrs
 from hypothesis import strategies as st
 
 from graphkit.dims import Affine, AtMost, Dim, affine
-from graphkit.dispatch import Dispatcher, RoundUp
+from graphkit.dispatch.dispatcher import Dispatcher, RoundUp
 from graphkit.testing.strategies.sizes import sizes_near
 
 

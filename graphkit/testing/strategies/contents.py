@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from graphkit.bucket import Bucket
 from graphkit.buffers import Buffer, BufferSpec, shape_at
 from graphkit.dims import Affine, affine
-from graphkit.dispatch import Dispatch
-from graphkit.hostdata import has_numpy, numpy_dtype
+from graphkit.dispatch.bucket import Bucket
+from graphkit.dispatch.dispatcher import Dispatch
 from graphkit.pads import as_bits
-from graphkit.runner import GraphRunner
+from graphkit.runner.runner import GraphRunner
+from graphkit.staging.hostdata import has_numpy, numpy_dtype
 from graphkit.testing.strategies.batches import Batch, batches_of, ties_of
 
 WAYS = ("array", "tensor", "list", "strided", "reversed", "transposed", "device", "device strided")

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from graphkit.buckets import Buckets
 from graphkit.dims import Dim, at_most
-from graphkit.dispatch import FULL, PIECEWISE, Dispatcher, Policy, Route
+from graphkit.dispatch.buckets import Buckets
+from graphkit.dispatch.dispatcher import FULL, PIECEWISE, Dispatcher, Policy, Route
 from graphkit.testing.strategies.sizes import request_dims, sizes
 
 _DENSE = 24

@@ -1,0 +1,1 @@
+"""Capture: sessions, eager breaks, and what is watched meanwhile."""

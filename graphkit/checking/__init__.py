@@ -1,0 +1,1 @@
+"""Checking: proofs that a graph computes what its function does."""

@@ -1,0 +1,1 @@
+"""Dispatch: which graph a batch gets. Pure Python, usable without a group."""

@@ -1,0 +1,1 @@
+"""A runner: one function with its policy, buckets, inputs and outputs."""

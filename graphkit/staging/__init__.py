@@ -1,0 +1,1 @@
+"""Staging: how the inputs of a step reach their static buffers."""
