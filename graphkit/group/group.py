@@ -462,8 +462,7 @@ class GraphGroup:
         self.close()
 
     def _drop(self) -> None:
-        if self._shared.last_stream is not None:
-            self.backend.synchronize(self._shared.last_stream)
+        self._shared.drain()
         for runner in self.runners:
             runner.drop_memory()
         for buffers in self._all_buffers:

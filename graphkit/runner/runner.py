@@ -131,10 +131,11 @@ class GraphRunner(RunnerCore):
                 self._compare_now_and_then(plan, named, context)
             if self._pending is not None:
                 named = self._take_stage(dispatch, named)
-            staged = self.staging.write(plan.plan, named)
-            if plan.entry is None:
-                return self._run_eager(plan, staged, context, clone)
             entry = plan.entry
+            if entry is None:
+                staged = self.staging.write(plan.plan, named)
+                return self._run_eager(plan, staged, context, clone)
+            staged = self.staging.write(plan.plan, named, entry.source)
             if shared.checked or entry.replays == 0:
                 self._check_before_replay(entry)
             step = plan.step
@@ -149,7 +150,10 @@ class GraphRunner(RunnerCore):
             if entry.set_source is None:
                 self.staging.move(plan.plan, staged)
             else:
-                entry.set_source[staged.index]()
+                index = staged.index
+                if index != entry.source:
+                    entry.set_source[index]()
+                    entry.source = index
                 if staged.from_device:
                     self.staging.move_from_device(plan.plan, staged)
             if entry.set_targets is not None:
@@ -189,7 +193,7 @@ class GraphRunner(RunnerCore):
         try:
             self._refuse_open_stage()
             plan = self._plans.get(dispatch) or self._make_plan(dispatch)
-            slot = self.staging.open_slot(plan.plan)
+            slot = self.staging.open_slot(plan.plan, plan.entry.source if plan.entry else 0)
             host = {target.name: target.rows for target in slot.targets}
             self._pending = stage = Stage(dispatch, host, plan.plan.rows)
         finally:
