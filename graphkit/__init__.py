@@ -66,9 +66,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> _Any:
-    # Tracing is a large part of torch: `graphkit.fx` is imported when it is first named.
-    if name == "fx":
-        return _importlib.import_module("graphkit.fx")
+    # Imported when they are first named: tracing is a large part of torch, and `testing` is for tests.
+    if name in ("fx", "testing"):
+        return _importlib.import_module(f"graphkit.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -352,3 +352,12 @@ def test_every_bucket_sizes_every_dim_within_its_maximum(data):
         assert all(1 <= bucket[dim.name] <= dim.maximum for dim in (count, rows, pages))
         if bucket.query_len is not None:
             assert bucket["tokens"] == bucket["reqs"] * bucket.query_len
+
+
+def test_a_set_is_made_by_its_methods():
+    dim = Dim("batch", 8)
+    for wrong in (dim, [dim], (3,), ("batch",)):
+        with pytest.raises(
+            SpecError, match=r"made by its methods, as Buckets.of\(batch, 1, 2, 4\)"
+        ):
+            Buckets(wrong, [1, 2])

@@ -326,3 +326,55 @@ def test_a_groups_capture_says_how_far_it_is(device, progress, caplog, monkeypat
         assert len(caplog.messages) == 6
     else:
         assert not caplog.messages
+
+
+def test_a_session_collects_and_waits_as_often_for_many_buckets_as_for_few(monkeypatch):
+    """Rule 13: nothing that takes long is done for each graph."""
+    counts: list[tuple[int, int, int]] = []
+    for number in (2, 8):
+        group = gk.GraphGroup("cpu")
+        dim = gk.Dim("batch", 16)
+        group.buffers.declare(x=gk.BufferSpec((dim,), torch.float32, pad=0))
+        policy = gk.Policy.full(gk.Buckets.of(dim, *range(1, number), 16))
+        group.runner("r", lambda x: x + 1, policy=policy)
+        seen = {"collect": 0, "synchronize": 0, "empty_cache": 0}
+
+        def counting(name, call, seen=seen):
+            def counted(*args, **kwargs):
+                seen[name] += 1
+                return call(*args, **kwargs)
+
+            return counted
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gc, "collect", counting("collect", gc.collect))
+            for name in ("synchronize", "empty_cache"):
+                patch.setattr(group.backend, name, counting(name, getattr(group.backend, name)))
+            group.capture(progress=False)
+        counts.append(tuple(seen.values()))
+        assert seen["collect"] == 1
+    assert counts[0] == counts[1]
+
+
+def test_piecewise_graphs_are_captured_before_full_ones_and_the_largest_first(device):
+    """Rule 12: the smaller ones use the memory of the larger."""
+    log = []
+
+    def prepare(step):
+        if step.phase is gk.Phase.CAPTURE:
+            log.append((step.dispatch.mode, step.dispatch.bucket["batch"]))
+        return {}
+
+    group = gk.GraphGroup(device)
+    dim = gk.Dim("batch", 16)
+    group.buffers.declare(x=gk.BufferSpec((dim,), torch.float32, pad=0))
+    routes = [
+        gk.Route(gk.FULL, gk.Buckets.of(dim, 2, 8)),
+        gk.Route(gk.PIECEWISE, gk.Buckets.of(dim, 12, 16)),
+    ]
+    group.runner("r", lambda x: x + 1, policy=gk.Policy(routes), prepare=prepare)
+    group.capture(progress=False)
+    assert list(dict.fromkeys(log)) == [
+        (gk.PIECEWISE, 16), (gk.PIECEWISE, 12), (gk.FULL, 8), (gk.FULL, 2),
+    ]  # fmt: skip
+    group.close()

@@ -8,6 +8,7 @@ import torch
 
 import graphkit as gk
 from graphkit.backends.recording import RecordingBackend
+from graphkit.staging import staging as staging_module
 from graphkit.staging.ring import Ring
 
 batch = gk.Dim("batch", 8)
@@ -307,3 +308,42 @@ def test_a_tensor_that_stands_for_the_negative_of_its_memory_is_resolved():
     assert negative.is_neg()
     assert runner.run(runner.dispatch(batch=1), x=negative).tolist() == [-1.0]
     group.close()
+
+
+# -- device inputs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_device_input_that_is_the_buffer_is_not_copied(monkeypatch):
+    group = gk.GraphGroup("cuda")
+    buf = group.buffers.declare(
+        x=gk.BufferSpec((batch,), torch.float32, pad=0),
+        y=gk.BufferSpec((batch,), torch.float32, pad=0),
+        z=gk.BufferSpec((batch,), torch.int64, pad=0),
+    )
+    runner = group.runner(
+        "r", lambda x, y, z: x + y + z, policy=gk.Policy.full(gk.Buckets.of(batch, 8))
+    )
+    group.capture(progress=False)
+    dispatch = runner.dispatch(batch=3)
+    buf.x.tensor[:3] = 1
+    own = buf.x.tensor[:3]
+    ones = torch.ones(3, device="cuda")
+    copied = []
+    fused = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda a, b: (copied.append(len(a)), fused(a, b))[1]
+    )
+    z = torch.ones(3, dtype=torch.int64, device="cuda")
+    assert runner.run(dispatch, x=own, y=ones, z=z).tolist() == [3.0] * 3
+    assert copied == []
+    assert runner.run(dispatch, x=ones * 5, y=ones, z=z).tolist() == [7.0] * 3
+    assert copied == [2]
+    group.close()
+
+
+def test_what_lies_in_the_buffer_already_is_not_copied():
+    memory = torch.arange(8.0)
+    assert staging_module._is_same(memory[:3], memory[:3])
+    assert not staging_module._is_same(memory[:3], memory[1:4])
+    assert not staging_module._is_same(memory[:3], memory[::2][:3])

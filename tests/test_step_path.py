@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -82,3 +83,98 @@ def test_a_step_of_resident_inputs(group):
     calls = calls_of(lambda: runner.run(runner.dispatch(reqs=50)))
     assert calls.total() <= 13, calls
     assert "copy_" not in calls  # the size is last time's
+
+
+def test_a_step_makes_as_many_calls_with_a_thousand_buckets_as_with_ten():
+    def calls(number: int) -> int:
+        group = gk.GraphGroup("cpu")
+        rows = gk.Dim("rows", 1000)
+        group.buffers.declare(x=gk.BufferSpec((rows,), torch.int64, pad=0))
+        sizes = range(1, 1001, 1000 // number)
+        runner = group.runner(
+            "r",
+            lambda x: x + 1,
+            policy=gk.Policy.full(gk.Buckets.of(rows, *sizes)),
+            outputs=gk.Output((rows,), torch.int64),
+        )
+        group.capture(progress=False)
+        for entry in runner.entries:
+            entry.launch = lambda: None
+        x = np.arange(500)
+        found = calls_of(lambda: runner.run(runner.dispatch(rows=500), x=x)).total()
+        group.close()
+        return int(found)
+
+    assert calls(10) == calls(200)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("tensors", 32), ("lists", 145)])
+def test_a_step_of_other_inputs(group, kind, most):
+    runner = captured(group)
+    arrays = {
+        "input_ids": np.arange(50),
+        "positions": np.arange(50),
+        "query_start": np.arange(51, dtype=np.int32),
+        "block_table": np.zeros((50, 8), np.int32),
+    }
+    inputs = {
+        name: torch.from_numpy(array) if kind == "tensors" else array.tolist()
+        for name, array in arrays.items()
+    }
+    calls = calls_of(lambda: runner.run(runner.dispatch(reqs=50), inputs))
+    assert calls.total() <= most, calls
+
+
+@pytest.mark.parametrize("way", ["prepare", "piecewise"])
+def test_a_step_with_prepare_and_with_breaks(group, way):
+    pause = gk.eager_break(lambda y: y)
+    if way == "prepare":
+        runner = captured(group, prepare=lambda step: None)
+    else:
+        runner = group.runner(
+            "r",
+            lambda **inputs: pause(model(**inputs)) + 1,
+            policy=gk.Policy.piecewise(gk.Buckets.of(REQS, 1, 64)),
+            inputs={name: gk.Fed(name) for name in ("input_ids", "positions", "query_start", "block_table")},
+            outputs=gk.Output((REQS,), torch.int64),
+        )  # fmt: skip
+        group.capture(progress=False)
+    inputs = {
+        "input_ids": np.arange(50),
+        "positions": np.arange(50),
+        "query_start": np.arange(51, dtype=np.int32),
+        "block_table": np.zeros((50, 8), np.int32),
+    }
+    dispatch = runner.dispatch(reqs=50)
+    runner.run(dispatch, inputs)
+    for entry in runner.entries:
+        entry.unpack = lambda: None
+    plan = runner._plans[dispatch]
+    plan.launch = lambda: None
+    calls = calls_of(lambda: runner.run(runner.dispatch(reqs=50), inputs))
+    assert calls.total() <= 46, calls
+
+
+def test_a_step_keeps_no_memory(group):
+    runner = captured(group)
+    inputs = {
+        "input_ids": np.arange(50),
+        "positions": np.arange(50),
+        "query_start": np.arange(51, dtype=np.int32),
+        "block_table": np.zeros((50, 8), np.int32),
+    }
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            runner.run(runner.dispatch(reqs=50), inputs)
+
+    steps(50)
+    tracemalloc.start()
+    try:
+        steps(50)
+        before = tracemalloc.get_traced_memory()[0]
+        steps(1000)
+        after = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2048

@@ -53,8 +53,19 @@ def check_mutates(mutates: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def preserve(mutates: Sequence[Any]) -> Iterator[None]:
-    """Put the declared state back afterwards, also after an exception."""
+def preserve(mutates: Sequence[Any], *, where: str | None = None) -> Iterator[None]:
+    """Put the declared state back afterwards, also after an exception.
+
+    Args:
+        where: begins the message; where it is given, that of a `Scratch` only its rows were written is verified, which
+            costs a copy of the whole.
+
+    Raises:
+        SpecError: others were written.
+    """
+    wholes = [
+        (item, item.tensor.clone()) for item in mutates if where and isinstance(item, Scratch)
+    ]
     with torch.no_grad():
         saved = [
             (item, item.tensor[item.index()].clone() if isinstance(item, Scratch) else item.clone())
@@ -69,3 +80,20 @@ def preserve(mutates: Sequence[Any]) -> Iterator[None]:
                     item.tensor[item.index()] = contents
                 else:
                     item.copy_(contents)
+    for item, whole in wholes:
+        written = _rows_that_differ(item.tensor, whole)
+        if written:
+            with torch.no_grad():
+                item.tensor.copy_(whole)
+            raise SpecError(
+                f"{where}: warm-up or capture wrote rows {written} of a state of shape {tuple(whole.shape)}, of which "
+                f"Scratch declares rows={item.rows!r}: the example's indices and the pads must point at those, or name "
+                "the whole tensor in mutates="
+            )
+
+
+def _rows_that_differ(now: torch.Tensor, before: torch.Tensor) -> list[int]:
+    """The first rows that were written; NaN that stayed is no difference."""
+    differs = (now != before) & ~((now != now) & (before != before))
+    rows = differs.reshape(len(now), -1).any(dim=1) if now.ndim else differs.reshape(1)
+    return [int(row) for row in rows.nonzero()[:5].flatten()]

@@ -186,6 +186,8 @@ class Trials:
     def _start(self, padded: Mapping[str, int], *, fresh: bool = True) -> None:
         if fresh:
             self.kept.restore()
+        # What a caller's runs mustn't wait for, these may.
+        self.runner.staging.ring.wait()
         for name, buffer in self.runner.binding.resident.items():
             place(buffer, self._residents[name], padded, self.real)
         # What an earlier trial returned must not pass for what this one does.

@@ -72,6 +72,13 @@ def _check_dim(value: object, what: str) -> Dim:
     return value
 
 
+def _of_dims(instance: object, attribute: Any, value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(dim, Dim) for dim in value):
+        raise SpecError(
+            f"Buckets is made by its methods, as Buckets.of(batch, 1, 2, 4) or Buckets.powers(batch), got {value!r}"
+        )
+
+
 @attrs.frozen
 class Buckets:
     """A set of buckets, by the dims that it sizes; made by its static methods.
@@ -90,7 +97,7 @@ class Buckets:
         SpecError: a dim is none, or is sized twice.
     """
 
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...] = attrs.field(validator=_of_dims)
     """The dims whose sizes the set lists; `Route(max_padding=)` is about the first."""
     points: tuple[tuple[int, ...], ...]
     """The listed sizes, in the order of `dims`, ascending."""

@@ -275,7 +275,8 @@ class Results:
         tensors = self._apart(tree.tensors())
         for path, output in self.outputs.items():
             if output.to == "host":
-                tensors[path] = tensors[path].to("cpu")
+                # Also where the device is the host: the caller keeps it while later steps run.
+                tensors[path] = tensors[path].to("cpu", copy=True)
             elif isinstance(output.to, Buffer):
                 static = self.static(path)
                 static.write(tensors[path], dispatch.sizes)

@@ -55,6 +55,7 @@ class BucketGraph:
         self.pool_outputs: dict[str, torch.Tensor] = {}
         self.replays = 0
         self.reads: dict[str, Fingerprint] = {}
+        self._addresses: dict[str, int] = {}
         self._ambient: Ambient | None = None
         self.failure: str | None = None
         self.set_source: Sequence[Callable[[], None]] | None = None
@@ -86,6 +87,16 @@ class BucketGraph:
         if self._ambient is None:
             return None
         return self._ambient.difference(self._ambient_now())
+
+    def moved_buffer(self) -> str | None:
+        """The name of a buffer whose memory is elsewhere than at the capture, or None."""
+        now = self._buffer_addresses()
+        return next((name for name in now if now[name] != self._addresses[name]), None)
+
+    def _buffer_addresses(self) -> dict[str, int]:
+        runner = self.runner
+        buffers = (*runner.binding.buffers.values(), *runner.results.buffers)
+        return {buffer.name: buffer.tensor.data_ptr() for buffer in buffers}
 
     def _ambient_now(self) -> Ambient:
         runner = self.runner
@@ -186,6 +197,7 @@ class BucketGraph:
                     )
         self.failure = None
         self.reads = fingerprints(runner.options.reads)
+        self._addresses = self._buffer_addresses()
         self._ambient = self._ambient_now()
         if self.mode is not PIECEWISE:
             self.launch = self._graphs[-1].replay

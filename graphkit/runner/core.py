@@ -246,8 +246,9 @@ class RunnerCore:
         return fed, {name: values[name] for name in self.binding.resident}
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
-        """Leave declared state as it was."""
-        return preserve(self.options.mutates)
+        """Leave declared state as it was; in checked mode also verify that no more was written than is declared."""
+        where = f"runner {self.name!r}" if self.shared.checked else None
+        return preserve(self.options.mutates, where=where)
 
     @contextlib.contextmanager
     def kept_buffers(self, sizes: Mapping[str, int]) -> Iterator[None]:

@@ -24,6 +24,7 @@ from graphkit.errors import (
     CheckError,
     ConcurrentRunError,
     InputError,
+    StaleGraphError,
     StateError,
 )
 from graphkit.runner.bucket_graph import BucketGraph
@@ -128,7 +129,7 @@ class GraphRunner(RunnerCore):
             if self._stream_key() != shared.last_stream:
                 shared.order_on_stream()
             if shared.checked:
-                self._compare_now_and_then(plan, named, context)
+                named = self._compare_now_and_then(plan, named, context)
             if self._pending is not None:
                 named = self._take_stage(dispatch, named)
             entry = plan.entry
@@ -304,6 +305,12 @@ class GraphRunner(RunnerCore):
     def _check_before_replay(self, entry: BucketGraph) -> None:
         if entry.reads:
             check_fingerprints(self.options.reads, entry.reads, entry.where)
+        moved = entry.moved_buffer()
+        if moved is not None:
+            raise StaleGraphError(
+                f"{entry.where}: buffer {moved!r} lies elsewhere than at the capture; the graph reads and writes the "
+                "old memory. Write into the buffer's tensor, and never resize or replace its storage"
+            )
         difference = entry.ambient_difference()
         if difference is not None:
             raise StateError(
@@ -432,27 +439,35 @@ class GraphRunner(RunnerCore):
         with self._tried(entry.dispatch, fed, None, resident) as trials:
             return Check(trials, Tolerance()).against_eager()
 
-    def _compare_now_and_then(self, plan: RunPlan, inputs: Mapping[str, Any], context: Any) -> None:
+    def _compare_now_and_then(
+        self, plan: RunPlan, inputs: dict[str, Any], context: Any
+    ) -> dict[str, Any]:
         """In checked mode, before the 1st, 10th, 100th replay of a bucket, compare it with an eager call.
 
         Not where prepare or breaks would run more often than the caller expects, nor for what is staged in place.
+
+        Returns:
+            The inputs to run with: they may lie in what the comparison has overwritten.
         """
         entry, options = plan.entry, self.options
         if entry is None or str(entry.replays + 1).strip("0") != "1" or self._is_compared:
-            return
+            return inputs
         if (
             self.has_prepare
             or options.prepare_host is not None
             or entry.has_breaks
             or self._pending
         ):
-            return
-        # A wrong input is refused here, before earlier outputs are overwritten.
+            return inputs
+        # What is wrong is refused here, before earlier outputs are overwritten.
+        self._check_before_replay(entry)
         self.staging.write(plan.plan, inputs)
+        inputs = {name: _own(value) for name, value in inputs.items()}
         with self.shared.lending(), self._trials(plan, inputs, context, {}) as trials:
             findings = Check(trials, Tolerance()).against_eager()
         if findings:
             raise CheckError(f"{entry.where}: {findings[0].message}")
+        return inputs
 
     @contextlib.contextmanager
     def _tried(
@@ -485,6 +500,8 @@ class GraphRunner(RunnerCore):
             )
         if self._stream_key() != self.shared.last_stream:
             self.shared.order_on_stream()
+        inputs = {name: _own(value) for name, value in inputs.items()}
+        resident = {name: _own(value) for name, value in resident.items()}
         if self.shared.checked:
             # What earlier runs returned is about to be overwritten.
             self.end_leases(replay=True, slot=self.results.turn)
@@ -567,6 +584,13 @@ class GraphRunner(RunnerCore):
     def __repr__(self) -> str:
         captured = len(self.dispatcher.captured)
         return f"GraphRunner({self.name!r}, {captured} of {len(self.dispatcher.graphs)} graphs captured)"
+
+
+def _own(value: Any) -> Any:
+    """A copy of an input, which may be a view of what a run returned."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -357,11 +357,20 @@ class Staging:
             self.move_from_device(plan, staged)
 
     def move_from_device(self, plan: Plan, staged: Slot | Staged) -> None:
-        """Queue the copies of what the device feeds, each straight into its buffer."""
+        """Queue the copies of what the device feeds, each straight into its buffer; those of one dtype at once."""
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for name, tensor in staged.from_device:
             rows = plan.rows[name]
             if tensor is not None and not _is_same(tensor, rows):
-                rows.copy_(tensor)
+                targets, sources = copies.setdefault(rows.dtype, ([], []))
+                targets.append(rows)
+                sources.append(tensor)
+        for targets, sources in copies.values():
+            if len(targets) == 1:
+                targets[0].copy_(sources[0])
+            else:
+                torch._foreach_copy_(targets, sources)
+        for name, _ in staged.from_device:
             for fill in plan.device_fills.get(name, ()):
                 fill.run()
 

@@ -388,3 +388,137 @@ def test_an_unchecked_group_compares_nothing(device: str) -> None:
         group["lazy"].run(group["lazy"].dispatch(batch=5), x=torch.ones(5, 4))
     assert calls == []
     group.close()
+
+
+# -- a comparison changes nothing that its caller sees -----------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["static", "host"])
+def test_a_loop_that_feeds_its_own_output_is_compared_and_goes_on(device: str, to: Any) -> None:
+    """The input is a view of what the comparison's own replays overwrite."""
+    group = gk.GraphGroup(device, checked=True)
+    group.buffers.declare(x=gk.BufferSpec((BATCH,), torch.int64, pad=0))
+    runner = group.runner(
+        "loop",
+        lambda x: (x * 3 + 1) % 97,
+        policy=gk.Policy.full(gk.Buckets.of(BATCH, 2, 8)),
+        outputs=gk.Output((BATCH,), torch.int64, to=to),
+    )
+    group.capture(progress=False)
+    dispatch = runner.dispatch(batch=3)
+    x: Any = torch.tensor([1, 2, 3], device=device if to == "static" else "cpu")
+    expected = x.clone()
+    for _ in range(12):
+        x = runner.run(dispatch, x=x)
+        expected = (expected * 3 + 1) % 97
+        group.backend.synchronize()
+        assert x.tolist() == expected.tolist()
+    group.close()
+
+
+def test_a_check_reads_inputs_that_are_views_of_outputs_first(device: str) -> None:
+    """A leak of padding is found whether or not the input is the last output."""
+    group = gk.GraphGroup(device)
+    group.buffers.declare(x=gk.BufferSpec((BATCH,), torch.float32, pad=5))
+    runner = group.runner(
+        "leaks",
+        lambda x: x + x.sum() / x.shape[0],
+        policy=gk.Policy.full(gk.Buckets.of(BATCH, 2, 8)),
+        outputs=gk.Output((BATCH,), torch.float32),
+    )
+    group.capture(progress=False)
+    dispatch = runner.dispatch(batch=3)
+    y = runner.run(dispatch, x=torch.ones(3))
+    assert not runner.check(dispatch, x=y, raise_on_failure=False).passed
+    group.close()
+
+
+def test_a_capture_whose_prepare_needs_a_context_is_not_compared() -> None:
+    def prepare(step: gk.Step) -> dict[str, Any]:
+        scale = step.state.setdefault("scale", torch.ones(()))
+        if step.phase in (gk.Phase.REPLAY, gk.Phase.EAGER):
+            scale.fill_(step.context["scale"])
+        return {"scale": scale}
+
+    group = group_of("cpu", lambda x, scale: x * scale, prepare=prepare)
+    found = remarks(group)
+    assert any("wasn't compared with an eager call, which raised TypeError" in t for t in found)
+    runner = group["lazy"]
+    out = runner.run(runner.dispatch(batch=2), x=torch.ones(2, 4), context={"scale": 3.0})
+    assert out.tolist() == [[3.0] * 4] * 2
+    group.close()
+
+
+def test_an_eager_run_gives_host_outputs_of_their_own(device: str) -> None:
+    group = gk.GraphGroup(device)
+    group.buffers.declare(x=gk.BufferSpec((BATCH,), torch.int64, pad=0))
+    runner = group.runner(
+        "same",
+        lambda x: x,
+        policy=gk.Policy.full(gk.Buckets.of(BATCH, 4)),
+        outputs=gk.Output((BATCH,), torch.int64, to="host"),
+    )
+    group.capture(progress=False)
+    for rows in (3, 6):
+        first, second = (runner.run(runner.dispatch(batch=rows), x=[k] * rows) for k in (1, 2))
+        group.backend.synchronize()
+        assert (first.tolist(), second.tolist()) == ([1] * rows, [2] * rows)
+    group.close()
+
+
+def test_a_buffer_whose_memory_moved_is_named_in_checked_mode(device: str) -> None:
+    """Resizing a buffer's storage leaves the graph with the old address."""
+    group = group_of(device, lambda x: x + 1)
+    group.capture(progress=False)
+    runner = group["lazy"]
+    x = group.buffers["x"].tensor
+    assert runner.run(runner.dispatch(batch=2), x=torch.ones(2, 4)).tolist() == [[2.0] * 4] * 2
+    x.set_(torch.zeros(8, 4, device=device))
+    with pytest.raises(gk.StaleGraphError, match="buffer 'x' lies elsewhere than at the capture"):
+        runner.run(runner.dispatch(batch=2), x=torch.ones(2, 4))
+    group.close()
+
+
+# -- declared state that isn't all that is written ---------------------------------------------------
+
+
+def test_in_checked_mode_a_pad_that_writes_beside_the_scratch_rows_is_named(device: str) -> None:
+    """A pad of a live row corrupts a cache for good, and every comparison sees the same corrupt row."""
+    cache = torch.arange(32.0, device=device).view(8, 4)
+    before = cache.clone()
+
+    def write(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        cache[slots] = x
+        return cache[slots] * 2
+
+    for pad, is_right in ((3, False), (0, True)):
+        group = gk.GraphGroup(device, checked=True)
+        group.buffers.declare(
+            x=gk.BufferSpec((BATCH, 4), torch.float32, pad=0),
+            slots=gk.BufferSpec((BATCH,), torch.int64, pad=pad, valid=(0, 8)),
+        )
+        group.runner(
+            "cache",
+            write,
+            policy=gk.Policy.full(gk.Buckets.of(BATCH, 2, 8)),
+            mutates=[gk.Scratch(cache, rows=[0])],
+        )
+        if is_right:
+            group.capture(progress=False)
+        else:
+            with pytest.raises(
+                gk.SpecError, match=r"wrote rows \[3\] of a state of shape \(8, 4\)"
+            ):
+                group.capture(progress=False)
+        assert cache.equal(before)
+        group.close()
+
+
+def test_in_checked_mode_other_ambient_modes_are_named_as_ever(device: str) -> None:
+    group = group_of(device, lambda x: x @ x.T)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        group.capture(progress=False)
+    runner = group["lazy"]
+    with pytest.raises(gk.StateError, match="autocast was"):
+        runner.run(runner.dispatch(batch=2), x=torch.ones(2, 4))
+    group.close()

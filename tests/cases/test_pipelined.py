@@ -168,12 +168,13 @@ def test_a_full_ring_raises_where_asked_and_stages_nothing(depth: int) -> None:
 
 
 @pytest.mark.gpu
-def test_threads_that_take_turns_never_share_a_slot() -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_threads_that_take_turns_never_share_a_slot(depth: int) -> None:
     """Runs of several threads, each on its own stream, with the copies delayed (vllm#54269)."""
     group = gk.GraphGroup("cuda")
     group.buffers.declare(x=gk.BufferSpec((BATCH,), torch.int64, pad=0))
     runner = group.runner(
-        "r", lambda x: x + x, policy=gk.Policy.full(gk.Buckets.of(BATCH, 8)), ring_depth=2,
+        "r", lambda x: x + x, policy=gk.Policy.full(gk.Buckets.of(BATCH, 8)), ring_depth=depth,
         outputs=gk.Output((BATCH,), torch.int64),
     )  # fmt: skip
     group.capture(progress=False)

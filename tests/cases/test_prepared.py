@@ -162,6 +162,37 @@ def test_s2_inputs_are_made_right_before_each_warm_up_and_capture(device, order)
         assert out.tolist() == [bucket] * rows
 
 
+def test_s2_a_resident_buffer_holds_its_example_in_warm_up_and_capture(device):
+    """Never what a run has left there (rule 6)."""
+    seen: list[tuple[gk.Phase, list[int]]] = []
+
+    def prepare(step):
+        seen.append((step.phase, step.views["state"].tolist()))
+        return {}
+
+    group = gk.GraphGroup(device)
+    state = group.buffers.declare(state=gk.BufferSpec((BATCH,), torch.int64, pad=0)).state
+    runner = group.runner(
+        "r",
+        lambda state: state + 1,
+        policy=gk.Policy.full(gk.Buckets.of(BATCH, 2, 4)),
+        inputs={"state": gk.Resident("state")},
+        prepare=prepare,
+        example=lambda bucket: {"state": [7] * bucket["batch"]},
+    )
+    for _ in range(2):
+        state.tensor.fill_(99)
+        group.capture()
+        phases = {phase for phase, _ in seen}
+        assert phases == {gk.Phase.WARMUP, gk.Phase.CAPTURE}
+        assert all(set(values) == {7} for _, values in seen)
+        seen.clear()
+        state.tensor.fill_(3)
+        assert runner.run(runner.dispatch(batch=3)).tolist() == [4, 4, 4]
+        seen.clear()
+        group.invalidate()
+
+
 # -- S5: tensors of the caller's -------------------------------------------------------------------
 
 
@@ -264,6 +295,9 @@ def test_s6_a_replaced_parameter_is_named(device, name):
     setattr(owner, attribute, torch.nn.Parameter(new, requires_grad=False) if is_parameter else new)
     with pytest.raises(gk.StaleGraphError, match=rf"runner 'r'.*: {name} was 0x"):
         group.check_addresses()
+    # Bucket 2 hasn't run yet, and looks for itself.
+    with pytest.raises(gk.StaleGraphError, match=rf"FULL bucket \[batch=2\]: {name} was 0x"):
+        runner.run(runner.dispatch(batch=2), x=x[:2])
     group.invalidate()
     group.capture()
     after = runner.run(runner.dispatch(batch=3), x=x)
