@@ -96,3 +96,12 @@ def test_strides_and_conjugates_are_resolved():
     assert bit_difference(x[:1, ::3], x[:1, :1].clone()) is None
     z = torch.tensor([1 + 2j])
     assert bit_difference(z.conj(), torch.tensor([1 - 2j])) is None
+
+
+def test_integers_are_compared_exactly_beyond_what_a_float_holds() -> None:
+    left = torch.tensor([2**60, 2**53 + 1, 5])
+    right = torch.tensor([2**60 + 1, 2**53, 5])
+    found = difference(left, right, Tolerance())
+    assert found is not None
+    assert found.rows == (0, 1)
+    assert difference(left, left.clone(), Tolerance()) is None

@@ -287,3 +287,22 @@ def test_the_text():
     assert "not counted: the driver's memory" in str(group.estimate(measure=True))
     group.capture(progress=False)
     assert "not counted" not in str(group.estimate())
+
+
+def test_what_is_not_captured_is_unknown_in_a_group_that_has_captured_other_graphs():
+    rows = gk.Dim("rows", 8)
+    for lazy in (False, True):
+        group = gk.GraphGroup("cpu", lazy=lazy)
+        group.buffers.declare(x=gk.BufferSpec((rows,), torch.float32, pad=0))
+        options = {
+            "policy": gk.Policy.full(gk.Buckets.powers(rows)),
+            "outputs": gk.Output((rows,), torch.float32),
+        }
+        group.runner("first", lambda x: x + 1, **options)
+        group.capture(progress=False)
+        group.runner("second", lambda x: x * 2 + x * 3, **options)
+        estimate = group.estimate()
+        assert estimate.pool is None
+        assert estimate.driver is None
+        assert group.estimate(measure=True).pool > 0
+        group.close()

@@ -535,3 +535,25 @@ def test_a_break_s_own_buffer_is_padded_by_each_of_its_dims(device: str) -> None
     assert out.tolist() == (x * 2 + 1).tolist()
     rows = [[0.0, 2.0, 9.0, 9.0], [4.0, 6.0, 9.0, 9.0], [8.0, 10.0, 9.0, 9.0]]
     assert buf.filled.tensor.tolist() == rows + [rows[-1]] * 5
+
+
+def test_a_wrapped_function_takes_ragged_rows_in_any_order() -> None:
+    reqs, pages = gk.Dim("reqs", 4), gk.Dim("pages", 4)
+    group = gk.GraphGroup("cpu")
+    table = gk.BufferSpec((reqs, pages), torch.int64, pad=0)
+    wrapped = group.wrap(lambda table: table.sum(1), table=table)
+    group.capture(progress=False)
+    for rows in ([[2, 3], [1]], [[1], [2, 3]], [[], [2, 3]]):
+        assert wrapped(table=rows).tolist() == [sum(row) for row in rows]
+
+
+def test_memory_that_grows_in_a_recording_is_put_back() -> None:
+    state, workspace = torch.zeros(4), torch.empty(0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        torch.mul(x, 2, out=workspace)
+        return workspace + 0
+
+    assert gk.lint(fn, (torch.ones(3, 4),)) == ()
+    assert state.tolist() == [0.0] * 4

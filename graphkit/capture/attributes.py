@@ -12,6 +12,8 @@ import torch
 
 _MACHINERY = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 
+_LIBRARIES = frozenset({"builtins", "torch", "numpy", "graphkit", "functools", "types", "logging"})
+
 
 @attrs.frozen
 class Change:
@@ -34,7 +36,8 @@ class Change:
 def owners(fn: Callable[..., Any], reads: Iterable[Any]) -> dict[str, Any]:
     """The objects whose attributes a function is likely to set, by what to call them.
 
-    They are the function itself, what it is a method of, modules in its closure and its globals, and watched modules.
+    They are the function itself, what it is a method of, modules and plain objects in its closure and its globals, and
+    watched modules.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -45,7 +48,7 @@ def owners(fn: Callable[..., Any], reads: Iterable[Any]) -> dict[str, Any]:
     if inspect.isfunction(fn):
         seen = inspect.getclosurevars(fn)
         for name, value in {**seen.globals, **seen.nonlocals}.items():
-            if isinstance(value, torch.nn.Module):
+            if isinstance(value, torch.nn.Module) or _is_plain(value):
                 found[f"{name}."] = value
     for source in reads:
         if isinstance(source, torch.nn.Module) and all(source is not v for v in found.values()):
@@ -84,6 +87,8 @@ def _of(owner: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(owner, torch.nn.Module):
         for name, value in getattr(owner, "__dict__", {}).items():
             yield f"{prefix}{name}", value
+            if isinstance(value, torch.nn.Module):
+                yield from _of(value, f"{prefix}{name}.")
         return
     for path, module in owner.named_modules():
         inside = f"{prefix}{path}." if path else prefix
@@ -94,6 +99,12 @@ def _of(owner: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{inside}{name}", value
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of somebody's own class, which a closure may hold a model by."""
+    library = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and library not in _LIBRARIES
+
+
 def _mark(value: Any) -> Any:
     """What stays the same as long as the attribute does."""
     if isinstance(value, torch.Tensor):
@@ -101,6 +112,9 @@ def _mark(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         # Two floats that aren't numbers are the same attribute.
         return (type(value), repr(value))
+    if isinstance(value, (list, tuple, dict)) and len(value) <= 1000:
+        entries = value.values() if isinstance(value, dict) else value
+        return (id(value), tuple(map(id, entries)))
     if isinstance(value, (list, tuple, dict, set)):
         return (id(value), len(value))
     return id(value)

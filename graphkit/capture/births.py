@@ -109,7 +109,10 @@ class BirthWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = set(_identities((args, kwargs)))
         result = func(*args, **kwargs)
         written = set(_written(func, args, kwargs))
-        is_tainted = any(self._is_tainted(identity) for identity in given - written)
+        reads_nothing = _name(func) in _WITHOUT_CONTENTS
+        is_tainted = not reads_nothing and any(
+            self._is_tainted(identity) for identity in given - written
+        )
         # An eager break is run again at each replay; what it reads isn't baked.
         if self._earlier is not None and live_step() is None:
             for identity in given:
@@ -131,6 +134,23 @@ class BirthWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         birth = self._births.get(identity)
         return birth is not None and birth.from_input
+
+
+_WITHOUT_CONTENTS = frozenset(
+    {
+        *(f"aten::new_{how}" for how in ("empty", "empty_strided", "zeros", "ones", "full")),
+        *(
+            f"aten::{how}_like"
+            for how in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+        ),
+    }
+)
+"""Operations that take from a tensor its shape, dtype or device, and nothing that is in it."""
+
+
+def _name(func: Any) -> str:
+    schema = getattr(func, "_schema", None)
+    return "" if schema is None else str(schema.name)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -64,6 +64,11 @@ def _named(reads: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"reads[{index}]()[{leaf_index}]", leaf
 
 
+def watched_tensors(reads: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that a runner's graphs read and the group doesn't own."""
+    return [tensor for _, tensor in _named(reads) if tensor.layout is torch.strided]
+
+
 def fingerprints(reads: Iterable[Any]) -> dict[str, Fingerprint]:
     """The fingerprints of all tensors that the sources give, by name."""
     found: dict[str, Fingerprint] = {}

@@ -418,7 +418,12 @@ class GraphGroup:
                 "the group's memory is released, and measuring would take it again; measure before release(), or call "
                 "capture()"
             )
-        is_captured = self.state is State.CAPTURED
+        graphs = [
+            (r.entry(mode, bucket)) for r in self.runners for mode, bucket in r.dispatcher.graphs
+        ]
+        is_captured = bool(graphs) and all(
+            entry is not None and entry.is_captured for entry in graphs
+        )
         measured = {}
         if measure and not is_captured:
             with self._shared.exclusive("estimate"):

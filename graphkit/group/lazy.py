@@ -147,6 +147,13 @@ class LazyCapture:
                 session,
             ):
                 failure = capture.attempt(entry, lambda e: e.warm_up(session), bar, failures)
+                if failure is None and any(p not in runner.results.outputs for p in entry.samples):
+                    # Some are declared and others aren't, which one bucket can't tell the shapes of.
+                    for other in runner.entries:
+                        if other is not entry and failure is None:
+                            failure = capture.attempt(
+                                other, lambda e: e.warm_up(session), bar, failures
+                            )
                 if failure is None and not capture.settle_outputs([entry], failures):
                     failure = StateError("its outputs can't be settled")
                 if failure is None:

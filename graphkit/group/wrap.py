@@ -77,7 +77,9 @@ def _shape_of(value: Any) -> tuple[int, ...]:
         found.append(len(value))
         if not value:
             break
-        value = value[0]
+        rows = [row for row in value if isinstance(row, (list, tuple))]
+        # The longest row says how wide rows of different lengths are.
+        value = max(rows, key=len) if len(rows) == len(value) else value[0]
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ from graphkit.capture.inspection import CaptureInspection
 from graphkit.capture.piecewise import BreakCall, PiecewiseGraph
 from graphkit.capture.recorders import CaptureRecorder, WarmupRecorder
 from graphkit.capture.session import CaptureSession
-from graphkit.capture.watch import Fingerprint, WriteWatch, fingerprints
+from graphkit.capture.watch import Fingerprint, WriteWatch, fingerprints, watched_tensors
 from graphkit.dispatch.buckets import Bucket
 from graphkit.dispatch.dispatcher import PIECEWISE, Dispatch, Mode
 from graphkit.errors import CaptureError
@@ -246,7 +246,7 @@ class BucketGraph:
         runner, inspection = self.runner, self.runner.shared.inspection
         if inspection is None:
             return None
-        declared = runner.declared_memory(self.layout)
+        declared = [*runner.declared_memory(self.layout), *watched_tensors(runner.options.reads)]
         return inspection.capture(self.where, runner.fn, runner.options.reads, values, declared)
 
     def _inspect(

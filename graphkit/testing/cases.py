@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 import attrs
 import torch
@@ -12,7 +12,7 @@ import torch
 from graphkit.checking.differences import Tolerance
 from graphkit.checking.kept import Kept
 from graphkit.dispatch.dispatcher import EAGER, Dispatch
-from graphkit.errors import CheckError, DispatchError
+from graphkit.errors import CheckError, DispatchError, SpecError
 from graphkit.group.group import GraphGroup
 from graphkit.group.wrap import Wrapped
 from graphkit.outputs.outputs import Tree, output_name
@@ -131,6 +131,22 @@ def runners_of(target: Target) -> tuple[GraphRunner, ...]:
     if not runners:
         raise CheckError("the group has no runner to check")
     return runners
+
+
+def checked_options(given: Mapping[str, Any]) -> Given:
+    """The options of a check, each known, and batches as they may be read several times.
+
+    Raises:
+        SpecError: an option is unknown.
+    """
+    known = Given.__annotations__
+    for name in given:
+        if name not in known:
+            raise SpecError(f"checks have no option {name!r}; they take {', '.join(known)}")
+    options: dict[str, Any] = dict(given)
+    if options.get("batches") is not None:
+        options["batches"] = tuple(options["batches"])
+    return cast(Given, options)
 
 
 def cases_of(runner: GraphRunner, given: Given) -> Iterator[Case]:

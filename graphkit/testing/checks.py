@@ -22,6 +22,7 @@ from graphkit.testing.cases import (
     Given,
     Target,
     cases_of,
+    checked_options,
     runners_of,
     starting_alike,
     tolerance_of,
@@ -52,6 +53,7 @@ def check_all(target: Target, /, **given: Unpack[Given]) -> tuple[CheckReport, .
     Raises:
         CheckError: a check failed. What is listed first says most.
     """
+    given = checked_options(given)
     reports: list[CheckReport] = []
     for runner in runners_of(target):
         reports.extend(_reports(runner, given, _MATCHES | _PADS | _HISTORY))
@@ -78,6 +80,7 @@ def check_matches_eager(target: Target, /, **given: Unpack[Given]) -> tuple[Chec
     Raises:
         CheckError: it doesn't; see `GraphRunner.check`.
     """
+    given = checked_options(given)
     return tuple(r for runner in runners_of(target) for r in _reports(runner, given, _MATCHES))
 
 
@@ -89,6 +92,7 @@ def check_padding_independence(
     Raises:
         CheckError: one does; the buffer whose padding reaches it is named.
     """
+    given = checked_options(given)
     return tuple(r for runner in runners_of(target) for r in _reports(runner, given, _PADS))
 
 
@@ -100,6 +104,7 @@ def check_history_independence(
     Raises:
         CheckError: one does; the output or buffer and the two batches are named.
     """
+    given = checked_options(given)
     reports: list[CheckReport] = []
     for runner in runners_of(target):
         reports.extend(_reports(runner, given, _HISTORY))
@@ -116,6 +121,7 @@ def check_outputs_survive(target: Target, /, **given: Unpack[Given]) -> None:
     Raises:
         CheckError: they don't.
     """
+    given = checked_options(given)
     for runner in runners_of(target):
         outputs_survive(runner, given)
     others_leave_outputs(runners_of(target), given)
@@ -127,6 +133,7 @@ def check_every_bucket(target: Target, /, **given: Unpack[Given]) -> tuple[Check
     Raises:
         CheckError: one isn't; why its capture failed is said.
     """
+    given = checked_options(given)
     reports: list[CheckReport] = []
     for runner in runners_of(target):
         _every_bucket_is_captured(runner, given)
@@ -146,6 +153,7 @@ def check_no_allocation(target: Target, /, **given: Unpack[Given]) -> None:
     Raises:
         CheckError: it does; bytes and batch are named.
     """
+    given = checked_options(given)
     for runner in runners_of(target):
         no_allocation(runner, given)
 
@@ -156,6 +164,7 @@ def check_dispatch(target: Target, /, **given: Unpack[Given]) -> None:
     Raises:
         CheckError: one doesn't, or a captured bucket that should be reachable isn't.
     """
+    given = checked_options(given)
     for runner in runners_of(target):
         best_graph_is_chosen(runner, given)
 
@@ -166,6 +175,7 @@ def check_one_run_at_a_time(target: Target, /, **given: Unpack[Given]) -> None:
     Raises:
         CheckError: it isn't.
     """
+    given = checked_options(given)
     for runner in runners_of(target):
         one_run_at_a_time(runner, given)
 

@@ -44,6 +44,7 @@ def outputs_survive(runner: GraphRunner, given: Given) -> None:
         _refuse_changed(case, before, now, "a view")
         # As often as there are slots for outputs on the host.
         for _ in range(runner.options.ring_depth):
+            runner.staging.ring.wait()
             other.run()
         _refuse_changed(case, before, copies, "after another run, a copy")
         for what, view in views.items():

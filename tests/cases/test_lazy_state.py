@@ -522,3 +522,66 @@ def test_in_checked_mode_other_ambient_modes_are_named_as_ever(device: str) -> N
     with pytest.raises(gk.StateError, match="autocast was"):
         runner.run(runner.dispatch(batch=2), x=torch.ones(2, 4))
     group.close()
+
+
+def test_s3_memory_that_is_declared_or_takes_only_a_shape_is_no_plan(device: str) -> None:
+    """A cache that another runner writes is named in reads=; new_full takes an input's dtype and nothing more."""
+
+    class Engine:
+        kv: torch.Tensor | None = None
+        table: torch.Tensor | None = None
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            if self.kv is None:
+                self.kv = torch.zeros(8, 4, device=x.device)
+            self.kv[: x.shape[0]] = x * 2
+            return x + 1
+
+        def decode(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.kv is not None
+            return self.kv[: x.shape[0]] + x
+
+        def scale(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table is None:
+                self.table = x.new_full((4,), 2.0)
+            return x * self.table
+
+    engine = Engine()
+    group = gk.GraphGroup(device, checked=True)
+    group.buffers.declare(x=gk.BufferSpec((BATCH, 4), torch.float32, pad=0))
+    policy = gk.Policy.full(gk.Buckets.of(BATCH, 2, 8))
+    cache: dict[str, Any] = {"reads": [lambda: engine.kv if engine.kv is not None else []]}
+    group.runner("encode", engine.encode, policy=policy, **cache)
+    group.runner("decode", engine.decode, policy=policy, **cache)
+    group.runner("scale", engine.scale, policy=policy)
+    remarks(group)  # nothing is refused
+    x = torch.randn(2, 4, device=device)
+    for name, expected in (("encode", x + 1), ("decode", x * 3), ("scale", x * 2)):
+        runner = group[name]
+        torch.testing.assert_close(runner.run(runner.dispatch(batch=2), x=x, clone=True), expected)
+    group.close()
+
+
+def test_s4_attributes_behind_a_plain_object_are_named(device: str) -> None:
+    class Model(torch.nn.Module):
+        last: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x
+            return x + 1
+
+    class Engine:
+        def __init__(self) -> None:
+            self.model, self.seen = Model(), {"last": None}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen["last"] = x * 3  # type: ignore[assignment]
+            return self.model(x)
+
+    engine = Engine()
+    for fn, prefix in ((engine.forward, ""), (lambda x: engine.forward(x), "engine.")):
+        group = group_of(device, fn)
+        found = remarks(group)
+        for name in ("model.last", "seen"):
+            assert any(f"attribute '{prefix}{name}'" in text for text in found), (name, found)
+        group.close()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import graphkit as gk
 from graphkit.backends.recording import RecordingBackend, refusals
 from graphkit.errors import CaptureError
 from tests.recording.harness import capture
@@ -221,3 +222,19 @@ def test_what_only_a_cpu_does(
 ) -> None:
     # Which functions read values inside differs between versions of PyTorch.
     assert refusals.is_fine_on_cuda(operation, function, args, {}) is fine
+
+
+@pytest.mark.parametrize(
+    "make", [torch.tensor, torch.as_tensor, torch.asarray], ids=lambda f: f.__name__
+)
+def test_a_tensor_made_of_a_list_of_tensors_reads_each_back(make):
+    """A device would be asked for each element, and the values baked."""
+    group = gk.GraphGroup("cpu")
+    rows = gk.Dim("rows", 8)
+    group.buffers.declare(x=gk.BufferSpec((rows,), torch.int64, pad=1))
+    group.runner("r", lambda x: make([x.max()]) - x, policy=gk.Policy.full(gk.Buckets.powers(rows)))
+    with pytest.raises(gk.CaptureError, match="reads a value back"):
+        group.capture(progress=False)
+    found = gk.lint(lambda x: make([x.max()]) - x, (torch.arange(3),))
+    assert any("reads a value back" in str(refusal) for refusal in found)
+    assert make([1, 2]).tolist() == [1, 2]

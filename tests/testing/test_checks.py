@@ -371,3 +371,19 @@ print(len(check_all(group)))
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "5"
+
+
+def test_unknown_options_are_refused_and_batches_may_be_any_iterable() -> None:
+    group = gk.GraphGroup("cpu")
+    rows = gk.Dim("rows", 8)
+    group.buffers.declare(x=gk.BufferSpec((rows,), torch.float32, pad=0))
+    group.runner("r", lambda x: x * 2, policy=gk.Policy.full(gk.Buckets.powers(rows)))
+    group.capture(progress=False)
+    for check in (testing.check_all, testing.check_dispatch, testing.check_outputs_survive):
+        with pytest.raises(
+            gk.SpecError, match="checks have no option 'input'; they take batches, "
+        ):
+            check(group, input=lambda dispatch: {})
+    reports = testing.check_all(group, batches=({"rows": count} for count in (1, 3)))
+    assert [report.sizes["rows"] for report in reports] == [1, 3]
+    group.close()

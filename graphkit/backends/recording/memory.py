@@ -79,6 +79,9 @@ class Memories:
         """Put all saved contents back, and let go of everything."""
         # The newest first: two storages may share memory, and the oldest contents are to win.
         for storage, contents in reversed(self._contents):
+            if storage.nbytes() != contents.nbytes():
+                # It grew: an `out=` of no elements does at its first use.
+                storage.resize_(contents.nbytes())
             storage.copy_(contents)
         self._contents.clear()
         self._held.clear()

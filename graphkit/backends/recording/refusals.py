@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch._ops import HigherOrderOperator
 from torch.overrides import resolve_name
+from torch.utils import _pytree as pytree
 
 READS = "it reads a value back from the device, which a capture can't wait for"
 SIZES = "the size of its result depends on values, which a capture can't wait for"
@@ -106,6 +107,11 @@ OPERATIONS: dict[str, Rule] = {
 
 def _of_python_data(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     data = args[0] if args else kwargs.get("data")
+    if isinstance(data, (list, tuple)) and any(
+        isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(data)
+    ):
+        # Each element is read back, one by one.
+        return READS
     moved = kwargs.get("device") is not None and not isinstance(data, torch.Tensor)
     return COPIES_IN if moved else None
 
