@@ -62,7 +62,7 @@ LAYERS = """
     capture.inspection
     runner.shared
     capture.baked capture.breaks outputs.inference parameters staging.layout capture.example
-    staging.lists staging.reported_ring
+    staging.lists
     capture.rows staging.intake checking.poison checking.findings checking.kept lint
     capture.piecewise outputs.outputs outputs.host_output staging.unpack_triton
     staging.unpack

@@ -78,11 +78,6 @@ class Shared:
             self.backend.wait_for(self.last_stream)
         self.last_stream = self.backend.stream_key()
 
-    def drain(self) -> None:
-        """Wait until all that the group has launched is done."""
-        if self.last_stream is not None:
-            self.backend.synchronize(self.last_stream)
-
     @contextlib.contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
         """Hold the lock.

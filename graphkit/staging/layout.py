@@ -89,8 +89,7 @@ class Slot:
         hosted: parameter -> array of the bucket's rows.
         constant: assignments that pad with values; done again only if another plan has used the slot.
         copied: assignments that pad with what the batch holds, each with what is added afterwards.
-        header: the real sizes, then a flag for each packed parameter, then the step's number.
-        words: the same memory, where one number is written faster.
+        header: the real sizes, then a flag for each packed parameter.
         moved: the part of the slot that a step moves.
 
     A slot is also what is staged where the host feeds everything; see `Staged`.
@@ -105,7 +104,6 @@ class Slot:
         "index",
         "moved",
         "targets",
-        "words",
     )
 
     def __init__(
@@ -126,7 +124,6 @@ class Slot:
         self.constant = tuple(constant)
         self.copied = tuple(copied)
         self.header = header
-        self.words = header.data
         self.moved = moved
 
 

@@ -11,14 +11,6 @@ from graphkit.backends.base import Backend, Fence
 from graphkit.errors import SpecError, StateError
 
 
-def full_message(depth: int) -> str:
-    """What to say where a run won't wait for the ring."""
-    return (
-        f"the ring of {depth} slots is full: the device hasn't read what earlier runs staged. Wait "
-        'for a result first, make it deeper with ring_depth=, or let runs wait with ring_full="block"'
-    )
-
-
 class Ring:
     """Slots of host memory, reused in turn; a slot is never written while a copy out of it is in flight.
 
@@ -71,11 +63,8 @@ class Ring:
         if fence is not None and fence in self._recorded:
             fence.synchronize()
 
-    def acquire(self, preferred: int = 0) -> int:
+    def acquire(self) -> int:
         """The slot to write next, free of copies in flight; waits for the device if it must.
-
-        Args:
-            preferred: which slot would be best; only a ring that can choose looks at it.
 
         Raises:
             StateError: the copies out of it are in flight, and the ring doesn't block.
@@ -84,7 +73,10 @@ class Ring:
         fence = self._entered[slot]
         if fence is not None and fence in self._recorded and not fence.query():
             if self._raises:
-                raise StateError(full_message(self.depth))
+                raise StateError(
+                    f"the ring of {self.depth} slots is full: the device hasn't read what earlier runs staged. Wait "
+                    'for a result first, make it deeper with ring_depth=, or let runs wait with ring_full="block"'
+                )
             fence.synchronize()
         return slot
 

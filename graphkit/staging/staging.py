@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import memmove
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from graphkit.parameters import Binding
 from graphkit.staging.hostdata import encode, has_numpy, numpy_dtype
 from graphkit.staging.intake import Intake
 from graphkit.staging.layout import Layout, Plan, Region, Slot, Staged, Target
-from graphkit.staging.reported_ring import ReportedRing
 from graphkit.staging.ring import Ring
 from graphkit.staging.unpack import Unpacker
 
@@ -63,9 +62,7 @@ class Staging:
         ring_full: Literal["block", "raise"],
         checked: bool,
         writes_host: bool,
-        drain: Callable[[], None],
     ) -> None:
-        self._drain = drain
         self._backend = backend
         self._binding = binding
         self._dims = tuple(dims)
@@ -77,22 +74,16 @@ class Staging:
         self._packed = {n: b for n, b in binding.fed.items() if b.spec.nbytes <= PACKED_LIMIT}
         self._direct = {n: b for n, b in binding.fed.items() if n not in self._packed}
         self._flags = {name: len(self._dims) + i for i, name in enumerate(self._packed)}
-        self._number_at = len(self._dims) + len(self._packed)
-        self._header_nbytes = _aligned(4 * (self._number_at + 1))
+        self._header_nbytes = _aligned(4 * (len(self._dims) + len(self._packed)))
         self.span_nbytes = self._header_nbytes + sum(
             _aligned(buffer.spec.nbytes) for buffer in self._packed.values()
         )
         self._unpacker = Unpacker(
             self._packed, binding.resident | self._direct, self._dims, backend
         )
-        # Where the ring carries sizes alone, a fence now and then is cheaper than a node.
-        self._reports = self._unpacker.can_report and bool(self._packed)
-        if self._reports:
-            self._unpacker.report = self._report
         self._needs_header = bool(binding.counts) or self._unpacker.pads_on_device
         self._span: torch.Tensor | None = None
         self._ring: Ring | None = None
-        self._reported: ReportedRing | None = None
         self._moved_real: Mapping[str, int] | None = None
         self._layouts: dict[tuple[int, ...], Layout] = {}
 
@@ -106,9 +97,14 @@ class Staging:
     def forget(self) -> None:
         """Drop the memory and every view of it."""
         self._span = None
-        self._ring = self._reported = None
+        self._ring = None
         self._moved_real = None
         self._layouts.clear()
+
+    def settle(self) -> None:
+        """Wait until the next step has a slot to write."""
+        if self._ring is not None:
+            self._ring.wait()
 
     @property
     def span(self) -> torch.Tensor:
@@ -125,23 +121,8 @@ class Staging:
         """The slots of host memory."""
         if self._ring is None:
             with torch.inference_mode(False), torch.no_grad():
-                if self._reports:
-                    self._ring = self._reported = ReportedRing(
-                        self._backend,
-                        self.span_nbytes,
-                        self._depth,
-                        full=self._full,
-                        drain=self._drain,
-                    )
-                else:
-                    self._ring = Ring(self._backend, self.span_nbytes, self._depth, full=self._full)
+                self._ring = Ring(self._backend, self.span_nbytes, self._depth, full=self._full)
         return self._ring
-
-    def _report(self) -> tuple[int, int]:
-        """Where the unpacking node writes a step's number, and where it finds it."""
-        ring = self.ring
-        address = ring.cell.data_ptr() if isinstance(ring, ReportedRing) else 0
-        return address, self._number_at
 
     @property
     def header(self) -> torch.Tensor:
@@ -182,7 +163,7 @@ class Staging:
 
     def plan(self, layout: Layout, real: Mapping[str, int]) -> Plan:
         """Where a batch of these real sizes goes in `layout`."""
-        header = np.array([*real.values(), *(1 for _ in self._packed), 0], dtype=np.int32)
+        header = np.array([*real.values(), *(1 for _ in self._packed)], dtype=np.int32)
         plan = Plan(layout, real, header, self._depth)
         for name, buffer in self._binding.fed.items():
             shape = shape_at(buffer.spec.shape, real)
@@ -201,9 +182,9 @@ class Staging:
                 plan.device_fills[name] = tensor_fills(view, shape, own, {})
         return plan
 
-    def open_slot(self, plan: Plan, preferred: int = 0) -> Slot:
+    def open_slot(self, plan: Plan) -> Slot:
         """The slot that the next `write` of this plan fills."""
-        index = self.ring.acquire(preferred)
+        index = self.ring.acquire()
         slot = plan.slots[index] or self._make_slot(plan, index)
         if self.ring.owners[index] is not slot:
             # What is written from here on may be given up, by a wrong input or a stage that is never run.
@@ -239,21 +220,16 @@ class Staging:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def write(self, plan: Plan, values: Mapping[str, Any], preferred: int = 0) -> Slot | Staged:
-        """Check every input, and write and pad the host ones in a slot of the ring.
+    def write(self, plan: Plan, values: Mapping[str, Any]) -> Slot | Staged:
+        """Check every input, and write and pad the host ones in the ring's next slot.
 
         No static buffer is touched yet.
-
-        Args:
-            plan: of the batch.
-            values: by parameter.
-            preferred: the slot that the graph reads as it is.
 
         Raises:
             InputError: an input is missing, unknown, or of the wrong shape, dtype or device.
         """
         ring = self._ring or self.ring
-        index = ring.acquire(preferred)
+        index = ring.acquire()
         slot = plan.slots[index] or self._make_slot(plan, index)
         owners = ring.owners
         is_new = owners[index] is not slot
@@ -304,8 +280,6 @@ class Staging:
             target[...] = source
             if step is not None:
                 target += step
-        if self._reported is not None:
-            slot.words[self._number_at] = self._reported.number
         if others is None:
             return slot
         return self._mark_device(slot, others)
@@ -389,10 +363,6 @@ class Staging:
         """Move the span into the buffers where the layout is the batch's own size, and nothing is padded."""
         for name in staged.hosted:
             layout.views[name].copy_(layout.regions[name].tensor)
-        if self._reported is not None:
-            # What the unpacking node says otherwise.
-            number = self.header[self._number_at : self._number_at + 1]
-            self._reported.cell.copy_(number, non_blocking=True)
 
 
 def _memory(rows: np.ndarray[Any, Any], dtype: torch.dtype) -> tuple[torch.dtype, int, int] | None:

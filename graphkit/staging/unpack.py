@@ -11,7 +11,7 @@ done by torch operations.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +33,6 @@ class Unpacker:
         packed: parameter -> buffer, of those that the span carries.
         on_device: parameter -> buffer, of those that are written on the device or copied on their own.
         dims: the runner's dims, in the header's order.
-
-    Attributes:
-        report: gives the address on the host where the node writes a step's number, and the number's place in the
-            header; None where nobody asks.
     """
 
     def __init__(
@@ -59,17 +55,11 @@ class Unpacker:
             from graphkit.staging import unpack_triton
 
             self._kernel = unpack_triton
-        self.report: Callable[[], tuple[int, int]] | None = None
         supported = self._kernel.is_supported if self._kernel else _never
         self._packed = {n: b for n, b in packed.items() if not supported(b, is_fed=True)}
         self._padded = {n: b for n, b in padded.items() if not supported(b, is_fed=False)}
         self._by_kernel = {n: b for n, b in packed.items() if n not in self._packed}
         self._padded_by_kernel = {n: b for n, b in padded.items() if n not in self._padded}
-
-    @property
-    def can_report(self) -> bool:
-        """Whether the node can say on the host which step it has unpacked."""
-        return self._kernel is not None
 
     def pads_fed(self, name: str) -> bool:
         """Whether the node pads this parameter too when the device feeds it."""
@@ -79,12 +69,7 @@ class Unpacker:
         """Make ahead what the node needs for a layout; not inside a capture."""
         if self._kernel is not None and layout.table is None:
             layout.table = self._kernel.make_table(
-                layout,
-                self._by_kernel,
-                self._padded_by_kernel,
-                self._index,
-                self._device,
-                None if self.report is None else self.report(),
+                layout, self._by_kernel, self._padded_by_kernel, self._index, self._device
             )
 
     def unpack(self, layout: Layout, header: torch.Tensor) -> None:

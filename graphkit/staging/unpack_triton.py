@@ -93,11 +93,6 @@ def _stretch(table, header, start, BLOCK: tl.constexpr, UNIT: tl.constexpr):  # 
 @triton.jit  # type: ignore[untyped-decorator]
 def _unpack(tables, stretches, header, FIELDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
-    # The first row isn't a buffer's: where to say on the host which step has come, and its number's place.
-    cell = tl.load(tables + 0)
-    if (program == 0) & (cell != 0):
-        number = tl.load(header + tl.load(tables + 1))
-        tl.store(cell.to(tl.pointer_type(tl.int32)), number)
     table = tables + tl.load(stretches + 2 * program) * FIELDS
     start = tl.load(stretches + 2 * program + 1).to(tl.int32)
     if tl.load(table + 19) == 4:
@@ -144,7 +139,6 @@ def make_table(
     on_device: Mapping[str, Buffer],
     dims: Mapping[str, int],
     device: torch.device,
-    report: tuple[int, int] | None = None,
 ) -> Table | None:
     """The table for a layout; None if there is nothing to do.
 
@@ -152,32 +146,20 @@ def make_table(
         fed: parameter -> buffer, of those that the span carries.
         on_device: parameter -> buffer, of those that are only padded.
         dims: dim -> its place in the header.
-        report: the address on the host to write a step's number to, and the number's place in the header.
     """
-    rows: list[list[int]] = [[*(report or (0, 0)), *(_FIELDS - 2) * [0]]]
+    rows: list[list[int]] = []
     for name, buffer in fed.items():
         region = layout.regions[name]
         rows.append(_describe(buffer, layout.views[name], region.tensor, region.flag, dims))
     for name, buffer in on_device.items():
         rows.append(_describe(buffer, layout.views[name], None, -1, dims))
     stretches = [(i, start) for i, row in enumerate(rows) for start in range(0, row[2], _BLOCK)]
-    if not stretches and report is None:
-        return None
     if not stretches:
-        rows.append(_nothing())
-        stretches = [(1, 0)]
+        return None
     with torch.inference_mode(False), torch.no_grad():
         tables = torch.from_numpy(np.array(rows, dtype=np.uint64).view(np.int64)).to(device)
         starts = torch.from_numpy(np.array(stretches, dtype=np.int64)).to(device)
     return Table(tables, starts)
-
-
-def _nothing() -> list[int]:
-    """A buffer of no size."""
-    row = [0] * _FIELDS
-    row[3] = row[4] = row[17] = row[19] = 1
-    row[18] = 8
-    return row
 
 
 def _describe(
