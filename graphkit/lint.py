@@ -197,8 +197,8 @@ class _Linter:
         outer = self._function, self._is_noted
         self._function = (function, args, kwargs)
         try:
-            reason = refusals.of_function(function, args, kwargs)
-            if reason is not None and not self._on_host(refusals.value_read(function, args)):
+            reason = refusals.of_function(function, args, kwargs, self._on_host)
+            if reason is not None:
                 self._note(refusals.name_of(function), reason)
                 # What it does inside is the same refusal.
                 self._is_noted = True

@@ -12,6 +12,7 @@ import torch
 
 import graphkit as gk
 from graphkit import FindingKind as Kind
+from graphkit.testing import check_all
 
 batch, length = gk.Dim("batch", 8), gk.Dim("length", 5)
 F32 = torch.float32
@@ -694,3 +695,76 @@ def test_reports_are_values():
         "NONDETERMINISTIC",
         "SKIPPED",
     ]
+
+
+def cached(device: str, scratch: Any, *, adopts: bool = True) -> gk.GraphRunner:
+    """Writes a cache in a resident buffer of fixed shape, whose row 15 is for padding."""
+    cache = torch.zeros(16, 3, device=device)
+    group = gk.GraphGroup(device)
+    spec = gk.BufferSpec((16, 3), F32, adopt=cache if adopts else None)
+    slots = gk.BufferSpec((batch,), torch.int64, pad=15, valid=(0, 16))
+    buffers = group.buffers.declare(x=X, slots=slots, cache=spec)
+
+    def fn(x, slots, cache):
+        cache[slots] = x
+        return cache[slots] * 2
+
+    memory = cache if adopts else buffers.cache.tensor
+    runner = group.runner(
+        "w",
+        fn,
+        policy=gk.Policy.full(gk.Buckets.powers(batch)),
+        inputs={"cache": gk.Resident("cache")},
+        mutates=scratch(memory),
+    )
+    group.capture(progress=False)
+    return runner
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+@pytest.mark.parametrize("scratch", [15, [15], slice(15, 16)])
+def test_a_scratch_row_in_a_resident_buffer_is_left_out(device, adopts, scratch):
+    runner = cached(device, lambda memory: [gk.Scratch(memory, rows=scratch)], adopts=adopts)
+    before = runner.binding.resident["cache"].tensor.clone()
+    inputs = {"x": rows(3), "slots": [0, 4, 8]}
+    assert runner.check(runner.dispatch(batch=3), inputs).findings == ()
+    assert torch.equal(runner.binding.resident["cache"].tensor, before)
+    check_all(runner, inputs=inputs_of)
+
+
+def inputs_of(dispatch: gk.Dispatch) -> dict[str, Any]:
+    count = dispatch.sizes["batch"]
+    return {"x": rows(count), "slots": np.arange(count)}
+
+
+def test_a_scratch_row_is_left_out_of_any_view(device):
+    """Rows of a part of the cache, as a layer's part of a larger one is."""
+    runner = cached(device, lambda memory: [gk.Scratch(memory[4:], rows=11)])
+    assert runner.check(runner.dispatch(batch=3), inputs_of(runner.dispatch(batch=3))).passed
+    runner = cached(device, lambda memory: [gk.Scratch(memory[:, :2], rows=15)])
+    report = runner.check(
+        runner.dispatch(batch=3), inputs_of(runner.dispatch(batch=3)), raise_on_failure=False
+    )
+    # The third column is not said to be scratch.
+    assert "buffer 'cache'" in named(report, Kind.REAL)
+
+
+def test_only_scratch_rows_are_left_out(device):
+    runner = cached(device, lambda memory: [gk.Scratch(memory, rows=14)])
+    report = runner.check(
+        runner.dispatch(batch=3), inputs_of(runner.dispatch(batch=3)), raise_on_failure=False
+    )
+    assert "buffer 'cache'" in named(report, Kind.REAL)
+    assert "pad what says where to write with a scratch row" in str(report)
+    assert "gk.Scratch(group" not in str(report)
+
+
+def test_a_scratch_row_in_a_buffer_that_nobody_declared_is_told_how_to_be(device):
+    runner = cached(device, lambda memory: [])
+    report = runner.check(
+        runner.dispatch(batch=3), inputs_of(runner.dispatch(batch=3)), raise_on_failure=False
+    )
+    assert named(report, Kind.REAL) == ["buffer 'cache'"]
+    advice = "mutates=[gk.Scratch(group.buffers['cache'].tensor, rows=["
+    found = [f.message for f in report.failures]
+    assert all(f"{advice}15])]" in message for message in found), found

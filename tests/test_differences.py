@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -105,3 +106,55 @@ def test_integers_are_compared_exactly_beyond_what_a_float_holds() -> None:
     assert found is not None
     assert found.rows == (0, 1)
     assert difference(left, left.clone(), Tolerance()) is None
+
+
+LARGEST = torch.iinfo(torch.int64).max
+LEAST = torch.iinfo(torch.int64).min
+
+
+@pytest.mark.parametrize(
+    ("dtype", "left", "right", "distance"),
+    [
+        (torch.int64, 2**53, 2**53 + 1, 1),
+        (torch.int64, LARGEST, LARGEST - 1, 1),
+        (torch.int64, LEAST, LEAST + 3, 3),
+        (torch.int64, LEAST, LARGEST, 2**64 - 1),
+        (torch.int64, -2, 3, 5),
+        (torch.uint64, 2**64 - 1, 2**64 - 2, 1),
+        (torch.uint64, 2**63, 2**63 - 1, 1),
+        (torch.uint64, 0, 2**64 - 1, 2**64 - 1),
+        (torch.uint32, 2**32 - 1, 0, 2**32 - 1),
+        (torch.int8, -128, 127, 255),
+    ],
+)
+def test_integers_differ_by_what_they_differ_by(dtype, left, right, distance):
+    """Beyond 2**53 two of them may be one float."""
+    # torch takes no uint64 from a list of them everywhere.
+    one, other = (
+        torch.from_numpy(np.array([x, 1], str(dtype).removeprefix("torch."))) for x in (left, right)
+    )
+    for a, b in ((one, other), (other, one)):
+        expected = Difference(rows=(0,), elements=1, largest=float(distance))
+        assert bit_difference(a, b) == expected
+        assert difference(a, b, Tolerance()) == expected
+        assert largest_difference(a, b) == float(distance)
+        below = Tolerance(
+            rtol=0, atol=math.nextafter(distance, 0) if distance > 2**53 else distance - 1
+        )
+        assert difference(a, b, below) == expected
+        assert difference(a, b, Tolerance(rtol=0, atol=distance)) is None
+        assert difference(a, b, Tolerance(rtol=math.inf, atol=math.inf)) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    left=st.integers(LEAST, LARGEST),
+    by=st.integers(-(2**54), 2**54),
+    atol=st.sampled_from([0, 1, 2**52, 2**53 + 2, 2**60, 2**63, 2.0**70]),
+)
+def test_integers_are_close_where_python_says_so(left, by, atol):
+    right = min(max(left + by, LEAST), LARGEST)
+    found = difference(torch.tensor([left]), torch.tensor([right]), Tolerance(rtol=0, atol=atol))
+    assert (found is None) is (abs(left - right) <= atol)
+    if found is not None:
+        assert found.largest == float(abs(left - right))

@@ -66,7 +66,9 @@ def test_static_memory_is_exact_and_takes_nothing(device):
     assert [r.kept for r in before.runners] == [0, (8 + 48) * 3 * 8]
     assert before.pool is before.driver is None
     assert before.total == before.static == before.buffers + before.staging + before.outputs
-    assert before.unknown == ("the graphs' pool", "the driver's memory")
+    # What a dict declares needn't be all.
+    others = "outputs of runner 's' that are not declared"
+    assert before.unknown == (others, "the graphs' pool", "the driver's memory")
     # And so it is.
     report = group.capture(progress=False)
     after = group.estimate()
@@ -306,3 +308,74 @@ def test_what_is_not_captured_is_unknown_in_a_group_that_has_captured_other_grap
         assert estimate.driver is None
         assert group.estimate(measure=True).pool > 0
         group.close()
+
+
+def part(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": x * 2, "b": torch.cat([x] * 10, 1)}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_outputs_that_are_declared_in_part(device, lazy):
+    declared = {"a": gk.Output((BATCH, WIDTH), torch.float32)}
+    group, runner = group_of(device, fn=part, outputs=declared, lazy=lazy)
+    estimate = group.estimate()
+    row = WIDTH * 4
+    assert estimate.outputs == 16 * row
+    assert estimate.unknown[0] == "outputs of runner 'r' that are not declared"
+    assert "16.0 KiB + ?" in str(estimate)
+    measured = group.estimate(measure=True)
+    assert measured.outputs == 16 * row * 11
+    assert measured.unknown == ("the driver's memory",)
+    group.capture(progress=False)
+    runner.run(runner.dispatch(batch=1), x=torch.ones(1, WIDTH))
+    assert group.estimate().outputs == 16 * row * 11
+    assert group.estimate().runners[0].has_outputs
+
+
+def test_what_is_missing_is_measured_in_a_group_that_runs(device):
+    group, runner = group_of(device, outputs=DECLARED)
+    cache = group.buffers.declare(cache=gk.BufferSpec((4, 4), torch.float32, pad=0)).cache
+    group.capture(progress=False)
+    cache.tensor.fill_(7)
+    before = group.estimate()
+    seen: list[int] = []
+
+    def fn(x, cache):
+        seen.append(x.shape[0])
+        return x.repeat(1, 64).sum(1) + cache.sum()
+
+    group.runner(
+        "late",
+        fn,
+        policy=gk.Policy.full(gk.Buckets.of(BATCH, 4, 16)),
+        inputs={"cache": gk.Resident("cache")},
+        outputs=DECLARED,
+    )
+    assert group.estimate().unknown == ("the graphs' pool", "the driver's memory")
+    estimate = group.estimate(measure=True)
+    assert seen == [16]
+    assert estimate.runners[0].work is None
+    assert estimate.pool >= max(before.pool, 16 * WIDTH * 4 * 64)
+    assert estimate.driver is None
+    assert cache.tensor.eq(7).all()
+    x = torch.ones(3, WIDTH)
+    assert runner.run(runner.dispatch(batch=3), x=x).tolist() == [2.0 * 8 * WIDTH] * 3
+
+
+def test_a_lazy_group_has_as_many_pools_as_its_graphs_need():
+    one, _ = group_of("cpu", outputs=DECLARED)
+    work = one.estimate(measure=True).pool
+    for bound, pools in ((64, 1), (2, 2), (1, 1)):
+        group, _ = group_of("cpu", outputs=DECLARED, lazy=True, max_graphs=bound)
+        group.capture(progress=False)
+        assert group.estimate().pool is None
+        assert group.estimate(measure=True).pool == pools * work
+
+
+def test_what_a_budget_has_no_room_for_is_not_missing():
+    group, runner = group_of("cpu", outputs=DECLARED, memory_budget="200KB")
+    report = group.capture(progress=False)
+    assert runner.dispatch(batch=16).reason is gk.Reason.OVER_BUDGET
+    estimate = group.estimate(measure=True)
+    assert (estimate.pool, estimate.driver) == (report.memory.pool, report.memory.driver)
+    assert estimate.unknown == ()

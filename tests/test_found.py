@@ -543,17 +543,39 @@ def test_a_wrapped_function_takes_ragged_rows_in_any_order() -> None:
     table = gk.BufferSpec((reqs, pages), torch.int64, pad=0)
     wrapped = group.wrap(lambda table: table.sum(1), table=table)
     group.capture(progress=False)
-    for rows in ([[2, 3], [1]], [[1], [2, 3]], [[], [2, 3]]):
-        assert wrapped(table=rows).tolist() == [sum(row) for row in rows]
+    batches: list[list[Any]] = [
+        [[2, 3], [1]], [[1], [2, 3]], [[], [2, 3]], [[2], (1, 5, 3), []], [[1, 2, 3], [4, 5, 6]],
+        [np.array([1]), np.array([2, 3])], [torch.tensor([1]), [2, 3]], [[], torch.tensor([2, 3])],
+    ]  # fmt: skip
+    for rows in batches:
+        assert wrapped(table=rows).tolist() == [sum(int(x) for x in row) for row in rows]
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(gk.InputError, match="input 'table' contains itself, or is nested too deep"):
+        wrapped(table=endless)
+    with pytest.raises(gk.InputError, match=r"has shape \(1, 2, 2\), expected 2 axes"):
+        wrapped(table=[[[1], [2, 3]]])
 
 
-def test_memory_that_grows_in_a_recording_is_put_back() -> None:
-    state, workspace = torch.zeros(4), torch.empty(0)
+def test_memory_that_changes_its_size_in_a_recording_is_put_back() -> None:
+    state, workspace, shrunk = torch.zeros(4), torch.empty(0), torch.ones(4)
+    filled = torch.full((2,), 7.0)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         state.add_(1)
+        shrunk.add_(1)
+        shrunk.untyped_storage().resize_(0)
+        filled.resize_(3, 4)
+        torch.mul(x, 2, out=filled)
         torch.mul(x, 2, out=workspace)
         return workspace + 0
 
     assert gk.lint(fn, (torch.ones(3, 4),)) == ()
     assert state.tolist() == [0.0] * 4
+    assert shrunk.tolist() == [1.0] * 4
+    # Their elements are still there to be read and written: they have grown, as after any call.
+    assert workspace.shape == filled.shape == (3, 4)
+    held = [tensor.untyped_storage().nbytes() for tensor in (workspace, filled)]
+    assert held == [12 * 4, 12 * 4]
+    assert filled.flatten()[:2].tolist() == [7.0] * 2
+    assert torch.mul(torch.ones(3, 4), 2, out=workspace).tolist() == [[2.0] * 4] * 3

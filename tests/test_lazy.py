@@ -707,3 +707,26 @@ def test_outputs_that_are_declared_in_part_are_inferred_from_all_buckets():
         out = runner.run(runner.dispatch(batch=size), x=torch.ones(size, 2))
         assert out["b"].tolist() == [2.0] * size
     group.close()
+
+
+def test_other_buckets_that_are_seen_at_a_first_use_leave_what_was_written(device):
+    """Their examples fill whole buffers; and one that fails is said where it is used."""
+    group = group_of(device)
+    held = group.buffers.declare(held=gk.BufferSpec((BATCH, 2), torch.float32, pad=gk.keep)).held
+
+    def fn(x, held):
+        if x.shape[0] == 8:
+            raise KeyError("mine")
+        return {"y": x + held, "z": x.sum(1)}
+
+    runner = runner_of(
+        group, fn=fn, inputs={"held": gk.Resident("held")}, outputs={"y": OUT}
+    )  # fmt: skip
+    group.capture(progress=False)
+    held.tensor.copy_(values(16))
+    out = runner.run(runner.dispatch(batch=2), x=values(2), clone=True)
+    assert out["y"].tolist() == (values(2) * 2).tolist()
+    assert out["z"].tolist() == values(2).sum(1).tolist()
+    assert held.tensor.tolist() == values(16).tolist()
+    with pytest.raises(KeyError, match="mine"):
+        runner.run(runner.dispatch(batch=7), x=values(7))

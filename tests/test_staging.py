@@ -322,7 +322,10 @@ def test_a_device_input_that_is_the_buffer_is_not_copied(monkeypatch):
         z=gk.BufferSpec((batch,), torch.int64, pad=0),
     )
     runner = group.runner(
-        "r", lambda x, y, z: x + y + z, policy=gk.Policy.full(gk.Buckets.of(batch, 8))
+        "r",
+        lambda x, y, z: x + y + z,
+        policy=gk.Policy.full(gk.Buckets.of(batch, 8)),
+        outputs=gk.Output((batch,), torch.float32),
     )
     group.capture(progress=False)
     dispatch = runner.dispatch(batch=3)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from graphkit.capture.attributes import Attributes, owners
-from graphkit.capture.births import Births, BirthWatch
+from graphkit.capture.births import Births, BirthWatch, tensors_in
 from graphkit.errors import CaptureError
 
 
@@ -25,6 +26,16 @@ class Inspection:
         """Note what a warm-up makes, and whether from its inputs."""
         with BirthWatch(self._born, inputs.values()):
             yield
+
+    def eager_run(self, call: Callable[[], Any], inputs: Mapping[str, Any]) -> Any:
+        """Call the function of an EAGER run, and note what it makes: a capture may find it there.
+
+        What it returns is its caller's, who may well keep it.
+        """
+        with _uncompiled(), BirthWatch(self._born, inputs.values(), during="an EAGER run"):
+            result = call()
+        self._born.forget(tensors_in(result))
+        return result
 
     def capture(
         self,
@@ -70,8 +81,8 @@ class CaptureInspection:
                 continue
             at = f" at {frame}" if frame else ""
             raise CaptureError(
-                f"{self._where}: the capture reads{at} {birth}, in a warm-up and from a runner's inputs: a graph would "
-                "use that warm-up's plan for ever. Make it in prepare, or anew in each call",
+                f"{self._where}: the capture reads{at} {birth}, in {birth.during} and from a runner's inputs: a graph "
+                "would use that batch's plan for ever. Make it in prepare, or anew in each call",
                 operation=birth.operation,
                 location=birth.frame.location if birth.frame else None,
             )
@@ -89,25 +100,30 @@ class CaptureInspection:
                 continue
             if identity in self._watch.writes:
                 yield (
-                    f"{self._where}: {birth} in a warm-up is state that the graph writes; name it in mutates="
+                    f"{self._where}: {birth} in {birth.during} is state that the graph writes; name it in mutates="
+                )
+            elif birth.from_host:
+                yield (
+                    f"{self._where}: the graph reads {birth} in {birth.during}, from values on the host, which may be "
+                    "an input's: then it is the plan of one batch, to be made in prepare. Otherwise it must stay as it "
+                    "is, where it is"
                 )
             else:
                 yield (
-                    f"{self._where}: the graph reads {birth} in a warm-up, and not from an input; it must stay as it "
-                    "is, where it is"
+                    f"{self._where}: the graph reads {birth} in {birth.during}, and not from an input; it must stay as "
+                    "it is, where it is"
                 )
         named = {tensor.untyped_storage()._cdata for tensor in kept}
         for change in self._attributes.changes():
-            value = change.after
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                identity = value.untyped_storage()._cdata
-                if identity in self._new:
-                    named.add(identity)
-                    yield (
-                        f"{self._where}: attribute {change} after the capture, in memory of the graphs' pool, which "
-                        "any replay overwrites; return it as an output, or copy it into memory of your own"
-                    )
-                    continue
+            new = {tensor.untyped_storage()._cdata for tensor in tensors_in(change.tensors)}
+            in_pool = {identity for identity in new if identity in self._new}
+            if in_pool:
+                named |= in_pool
+                yield (
+                    f"{self._where}: attribute {change} after the capture, in memory of the graphs' pool, which "
+                    "any replay overwrites; return it as an output, or copy it into memory of your own"
+                )
+                continue
             yield (
                 f"{self._where}: attribute {change} after the capture; a replay doesn't set it, so that it stays "
                 "as the last capture left it"
@@ -125,3 +141,12 @@ class CaptureInspection:
                     f"{self._where}: {birth} outlives the capture, in memory of the graphs' pool, which any replay "
                     "overwrites; return it as an output, or make it before"
                 )
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """One call under a dispatch mode would make Dynamo skip a compiled function for good."""
+    # Importing Dynamo costs seconds, and while nobody has, nothing is compiled.
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

@@ -152,16 +152,25 @@ class Check:
         text = (
             f"{what} is not close to that of an eager call on the batch alone: it differs {differs}"
         )
-        if what in self._trials.kept.state:
+        if self._is_written(what):
             return f"{text}. Padding has written there: {self._scratch_remedy(what, differs.rows)}"
         return f"{text}. Padding reaches it, or something of the capture's is baked in"
 
+    def _is_written(self, what: str) -> bool:
+        """Whether padding may write there: state, or a buffer that holds a cache."""
+        kept = self._trials.kept
+        return what in kept.state or kept.fixed(what) is not None
+
     def _scratch_remedy(self, what: str, rows: Sequence[int]) -> str:
-        text = "pad what says where to write with a scratch row"
-        if what in self._trials.kept.scratch:
+        kept = self._trials.kept
+        text, name = "pad what says where to write with a scratch row", "tensor"
+        buffer = kept.fixed(what)
+        if what in kept.scratch or (buffer is not None and kept.has_scratch(buffer)):
             return text
+        if buffer is not None:
+            name = f"group.buffers[{buffer.name!r}].tensor"
         return (
-            f"{text}, which nothing reads; if this is one, say so: mutates=[gk.Scratch(tensor, "
+            f"{text}, which nothing reads; if this is one, say so: mutates=[gk.Scratch({name}, "
             f"rows={list(rows[:8])})]"
         )
 
@@ -211,7 +220,10 @@ class Check:
                 return
 
     def _blame(self, poison: Poison, found: Mapping[str, Difference]) -> None:
-        what, differs = next(iter(found.items()))
+        # Where padding was written says more than what was read from there.
+        fixed = (what for what in found if self._trials.kept.fixed(what) is not None)
+        what = next(fixed, next(iter(found)))
+        differs = found[what]
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         self._add(
             FindingKind.PADS,
@@ -222,7 +234,10 @@ class Check:
         )
 
     def _pad_remedy(self, poison: Poison, what: str, rows: Sequence[int]) -> str:
-        if what in self._trials.kept.state:
+        if self._is_written(what):
+            if poison.is_index:
+                # The rows are also those where the poison leads; its pad is to be the scratch row.
+                rows = [int(poison.pad)] if poison.pad.isdecimal() else rows
             return f"Mask those rows, or {self._scratch_remedy(what, rows)}"
         if poison.pad == "keep":
             return "Mask those rows, or pad it with a value: gk.relied(value) if the function relies on it"
@@ -245,7 +260,9 @@ class Check:
         return self._differences(seen, reference, self._close)
 
     def _is_state(self, found: Mapping[str, Difference]) -> bool:
-        return any(what in self._trials.kept.state for what in found)
+        kept = self._trials.kept
+        buffers = [buffer for what in found if (buffer := kept.fixed(what)) is not None]
+        return any(what in kept.state for what in found) or any(map(kept.has_scratch, buffers))
 
     # -- history ----------------------------------------------------------------------------------
 

@@ -111,9 +111,10 @@ def difference(
     differs = (_bits(found) != _bits(expected)).any(dim=-1).view(found.shape)
     rtol, atol = tolerance.of(found.dtype)
     left, right = _wide(found), _wide(expected)
-    if not (found.is_floating_point() or found.is_complex()) and rtol == atol == 0:
-        # Above 2**53 two integers may be one float.
-        return _where(differs, found, expected)
+    if not (found.is_floating_point() or found.is_complex()):
+        # Any multiple of nothing is nothing.
+        allowed = atol + (rtol * right.abs()).nan_to_num(nan=0.0, posinf=math.inf)
+        return _where(differs & _is_beyond(_distances(found, expected), allowed), found, expected)
     # Infinities of one sign are equal already; against anything else they are far.
     close = (left - right).abs() <= atol + rtol * right.abs()
     close &= left.isfinite() & right.isfinite()
@@ -122,9 +123,12 @@ def difference(
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     """The largest difference of two elements; infinite where only one of the two is finite, and 0 for none."""
-    left, right = _wide(_resolved(left)), _wide(_resolved(right))
+    left, right = _resolved(left), _resolved(right)
     if left.numel() == 0:
         return 0.0
+    if left.dtype is right.dtype and not (left.is_floating_point() or left.is_complex()):
+        return float(int(_distances(left, right).max()) - _LEAST)
+    left, right = _wide(left), _wide(right)
     same = (left == right) | (left.isnan() & right.isnan())
     distance = (left - right).abs().masked_fill(same, 0.0)
     largest = float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
@@ -158,3 +162,31 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+# -- integers: above 2**53 two of them may be one float -------------------------------------------
+
+_LEAST = torch.iinfo(torch.int64).min
+
+
+def _distances(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """How far apart integers are, all 64 bits of it: int64, less 2**63."""
+    left, right = _ordered(left), _ordered(right)
+    # What doesn't fit wraps, and is right as an unsigned number.
+    return (torch.maximum(left, right) - torch.minimum(left, right)) ^ _LEAST
+
+
+def _ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """As int64, in the same order."""
+    if tensor.dtype is torch.uint64:
+        return tensor.view(torch.int64) ^ _LEAST
+    return tensor.to(torch.int64)
+
+
+def _is_beyond(distances: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Where distances, as `_distances` has them, are more than a float64."""
+    below = 2.0**63 - 1024  # the float64 before 2**63
+    small = allowed.clamp(0, below).to(torch.int64) ^ _LEAST
+    large = (allowed - 2.0**63).clamp(0, below).to(torch.int64)
+    limits = torch.where(allowed < 2.0**63, small, large)
+    return (distances > limits) & ~(allowed >= 2.0**64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,45 @@ class StateWatch(WriteWatch):  # type: ignore[no-untyped-call]
                 self.saved[address] = whole, whole.clone()
 
 
+def nobodys(view: torch.Tensor, rows: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor | None:
+    """Which elements of a view lie in rows that nothing reads; None if none does.
+
+    Args:
+        view: of a buffer.
+        rows: tensors, and indices into their first axes.
+
+    Returns:
+        A bool tensor of the view's shape, on its device.
+    """
+    storage, found = view.untyped_storage(), None
+    for tensor, index in rows:
+        if (
+            tensor.layout is not torch.strided
+            or tensor.untyped_storage()._cdata != storage._cdata
+            or tensor.dtype is not view.dtype
+        ):
+            continue
+        if (
+            tensor.ndim
+            and tensor.storage_offset() == view.storage_offset()
+            and tensor.stride() == view.stride()
+            and tensor.shape[1:] == view.shape[1:]
+        ):
+            # The same rows: one flag for each, as a cache may be as large as the device has room for.
+            flags = torch.zeros(tensor.shape[0], dtype=torch.bool, device=view.device)
+            flags[index] = True
+            mine = flags[: view.shape[0]].view(-1, *[1] * (view.ndim - 1)).expand(view.shape)
+        else:
+            # One flag for each element of the storage, seen as both are.
+            flags = torch.zeros(
+                storage.nbytes() // view.element_size(), dtype=torch.bool, device=view.device
+            )
+            flags.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[index] = True
+            mine = flags.as_strided(view.shape, view.stride(), view.storage_offset())
+        found = mine if found is None else found | mine
+    return found
+
+
 class Kept:
     """Buffers and state of a runner, with the contents that each run of a check starts from.
 
@@ -61,6 +100,7 @@ class Kept:
             self.state[name] = writable(tensor.detach())
             if isinstance(item, Scratch):
                 self.scratch[name] = item.index()
+        self._rows = [(self.state[name], index) for name, index in self.scratch.items()]
         self._buffers = [(b.tensor, b.tensor.clone()) for b in self.buffers.values()]
         self._state = [(tensor, tensor.clone()) for tensor in self.state.values()]
 
@@ -93,9 +133,42 @@ class Kept:
             for name, b in self.buffers.items()
         }
 
+    def compared(
+        self, padded: Mapping[str, int], real: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """The same, with zeros in the rows of a `Scratch` that is in the memory of a buffer."""
+        found = self.contents(padded, real)
+        for name, contents in found.items():
+            mask = self._mask(self.buffers[name], padded, real)
+            if mask is not None:
+                contents[mask] = 0
+        return found
+
+    def _mask(
+        self, buffer: Buffer, padded: Mapping[str, int], real: Mapping[str, int]
+    ) -> torch.Tensor | None:
+        view = prefix(buffer.view(padded), shape_at(buffer.spec.shape, real))
+        return nobodys(view, self._rows) if self._rows else None
+
+    def has_scratch(self, buffer: Buffer) -> bool:
+        """Whether a `Scratch` is in the memory of this buffer."""
+        return nobodys(buffer.tensor, self._rows) is not None
+
+    def fixed(self, what: str) -> Buffer | None:
+        """The buffer that messages call this, if its rows are not a batch's, as those of a cache."""
+        for name, buffer in self.buffers.items():
+            if what == f"buffer {name!r}":
+                return buffer if has_fixed_rows(buffer) else None
+        return None
+
     def state_contents(self) -> dict[str, torch.Tensor]:
         """Copies of the declared state."""
         return {name: tensor.clone() for name, tensor in self.state.items()}
+
+
+def has_fixed_rows(buffer: Buffer) -> bool:
+    """Whether the number of its rows is the same for every batch, so that a scratch row may be among them."""
+    return bool(buffer.spec.shape) and isinstance(buffer.spec.shape[0], int)
 
 
 def place(

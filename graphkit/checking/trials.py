@@ -301,7 +301,7 @@ class Trials:
     def _seen(self, result: Any, padded: Mapping[str, int]) -> Seen:
         outputs = Tree(result, self._where).tensors()
         results = {_output(path): tensor.clone() for path, tensor in outputs.items()}
-        for name, contents in self.kept.contents(padded, self.real).items():
+        for name, contents in self.kept.compared(padded, self.real).items():
             results[f"buffer {name!r}"] = contents
         return Seen(results, self.kept.state_contents())
 

@@ -207,6 +207,10 @@ class Dispatcher:
         self._missing[self._known(mode, bucket)] = reason
         self._forget_answers()
 
+    def missing_reason(self, mode: Mode, bucket: Bucket) -> Reason:
+        """What was noted of a graph that isn't there: OVER_BUDGET or NOT_CAPTURED."""
+        return self._missing.get((mode, bucket), Reason.NOT_CAPTURED)
+
     def fall_back(self, answer: Dispatch, reason: Reason) -> Dispatch:
         """What a batch gets instead of an answer whose graph has turned out not to be there: EAGER.
 

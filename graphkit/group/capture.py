@@ -120,8 +120,14 @@ class GroupCapture:
                 free=self.budget,
             )
 
-    def measure(self, entries: Sequence[BucketGraph]) -> dict[BucketGraph, int]:
+    def measure(
+        self, entries: Sequence[BucketGraph], *, keeps_buffers: bool = False
+    ) -> dict[BucketGraph, int]:
         """Warm these up, and say what each has worked in, in bytes.
+
+        Args:
+            entries: of buckets that aren't captured.
+            keeps_buffers: leave what buffers hold as it was.
 
         Raises:
             Exception: the first failure, if failures are to be raised; otherwise the bucket is left out.
@@ -135,7 +141,12 @@ class GroupCapture:
             with session:
                 for entry in entries:
                     bar = Progress(0, "")
-                    if self.attempt(entry, lambda e: e.warm_up(session), bar, failures) is None:
+                    kept: AbstractContextManager[None] = contextlib.nullcontext()
+                    if keeps_buffers:
+                        kept = self.runner_of(entry).kept_buffers(entry.bucket.sizes)
+                    with kept:
+                        failure = self.attempt(entry, lambda e: e.warm_up(session), bar, failures)
+                    if failure is None:
                         measured[entry] = session.peak.nbytes
                 session.flush()
         finally:
@@ -248,6 +259,9 @@ class GroupCapture:
         finally:
             # The caller's stream is ordered after the session; a run on another one has to wait for it.
             self._shared.last_stream = self.backend.stream_key()
+            for runner in self._runners.values():
+                # A first run that mustn't wait finds no example in flight.
+                runner.staging.settle()
             captured = any(runner.dispatcher.captured for runner in self._runners.values())
             self.set_state(State.CAPTURED if captured else State.NEW)
 

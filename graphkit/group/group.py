@@ -20,7 +20,7 @@ from graphkit.dispatch.buckets import Bucket
 from graphkit.dispatch.dispatcher import Mode, Policy, Support
 from graphkit.errors import CaptureError, SpecError, StateError
 from graphkit.group.capture import GroupCapture, capture_order
-from graphkit.group.estimate import Estimate, estimate_of, largest_graphs
+from graphkit.group.estimate import Estimate, estimate_of, largest_graphs, missing_graphs
 from graphkit.group.lazy import lazy_capture
 from graphkit.group.memory import parse_bytes
 from graphkit.group.report import Report
@@ -394,15 +394,17 @@ class GraphGroup:
         """What the group takes on the device, or will take: before the first capture, and before there are caches.
 
         Static memory, which is buffers, the spans that inputs arrive in, and declared outputs, is exact, and nothing is
-        allocated to say so. What the graphs work in depends on the functions, and is None before a capture unless it
-        is measured; what the driver takes for graphs, more for more kernels, is known after a capture only. An engine
-        that sizes its cache by what is left leaves room for that.
+        allocated to say so. What the graphs work in depends on the functions, and is None before all are captured
+        unless it is measured; what the driver takes for graphs, more for more kernels, is known after a capture only.
+        An engine that sizes its cache by what is left leaves room for that. Outputs that are declared in a dict may not
+        be all that the function returns, which shows when it has run.
 
         Args:
-            measure: run the largest bucket of each runner and mode once, as a warm-up does, and take the most that it
-                has allocated at a time: a profile pass. The function must run as it does then, without a cache if
-                there is none yet; static memory is allocated, and stays. A pool takes a little more, in whole segments
-                and with libraries' workspaces. Not done where the graphs are captured, which say it themselves.
+            measure: run the largest bucket of each runner and mode that isn't captured once, as a warm-up does, and
+                take the most that it has allocated at a time: a profile pass. The function must run as it does then,
+                without a cache if there is none yet; static memory is allocated, and stays. A pool takes a little
+                more, in whole segments and with libraries' workspaces. Not done for graphs that are captured, which
+                say it themselves, nor for those that a `memory_budget` has no room for.
 
         Raises:
             StateError: the group is closed; or its memory is released, and `measure` would take it again.
@@ -418,25 +420,26 @@ class GraphGroup:
                 "the group's memory is released, and measuring would take it again; measure before release(), or call "
                 "capture()"
             )
-        graphs = [
-            (r.entry(mode, bucket)) for r in self.runners for mode, bucket in r.dispatcher.graphs
-        ]
-        is_captured = bool(graphs) and all(
-            entry is not None and entry.is_captured for entry in graphs
-        )
+        missing = {runner: missing_graphs(runner) for runner in self.runners}
+        # A group without graphs hasn't captured them all.
+        is_captured = self.state is State.CAPTURED and not any(missing.values())
         measured = {}
         if measure and not is_captured:
             with self._shared.exclusive("estimate"):
-                largest = [entry for runner in self.runners for entry in largest_graphs(runner)]
-                measured = self._capture.measure(largest)
+                measured = self._capture.measure(
+                    [r.entry_of(*graph) for r in missing for graph in largest_graphs(missing[r])],
+                    # What others have written there is still to be read.
+                    keeps_buffers=self.state is State.CAPTURED,
+                )
         use = self._capture.use()
         return estimate_of(
-            self.runners,
+            missing,
             device=str(self.device),
             buffers=use.buffers,
             measured=measured,
-            pool=use.pool if is_captured else None,
+            pool=use.pool,
             driver=use.driver if is_captured else None,
+            pools=self._lazy.pools(missing) if self._lazy is not None else 1,
         )
 
     # -- lifecycle --------------------------------------------------------------------------------
@@ -476,7 +479,8 @@ class GraphGroup:
         self.close()
 
     def _drop(self) -> None:
-        self._shared.drain()
+        if self._shared.last_stream is not None:
+            self.backend.synchronize(self._shared.last_stream)
         for runner in self.runners:
             runner.drop_memory()
         for buffers in self._all_buffers:

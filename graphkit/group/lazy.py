@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from graphkit.capture.session import Progress
+from graphkit.capture.session import CaptureSession, Progress
 from graphkit.dims import as_size
 from graphkit.dispatch.dispatcher import PIECEWISE
 from graphkit.errors import SpecError, StateError
@@ -72,6 +72,12 @@ class LazyCapture:
         self._shared = shared
         self._size = -(-max_graphs // GENERATIONS)
         self._moment = 0
+
+    def pools(self, missing: Mapping[GraphRunner, Sequence[object]]) -> int:
+        """In how many pools the graphs will be, with these."""
+        captured = sum(len(generation.graphs) for generation in self._capture.generations)
+        graphs = captured + sum(map(len, missing.values()))
+        return -(-min(graphs, self.max_graphs) // self._size) or 1
 
     def to_warm_up(self) -> list[BucketGraph]:
         """What has to be seen before anything is captured, as one bucket can't tell what others do.
@@ -149,11 +155,7 @@ class LazyCapture:
                 failure = capture.attempt(entry, lambda e: e.warm_up(session), bar, failures)
                 if failure is None and any(p not in runner.results.outputs for p in entry.samples):
                     # Some are declared and others aren't, which one bucket can't tell the shapes of.
-                    for other in runner.entries:
-                        if other is not entry and failure is None:
-                            failure = capture.attempt(
-                                other, lambda e: e.warm_up(session), bar, failures
-                            )
+                    self._warm_up_others(entry, session)
                 if failure is None and not capture.settle_outputs([entry], failures):
                     failure = StateError("its outputs can't be settled")
                 if failure is None:
@@ -170,6 +172,16 @@ class LazyCapture:
         runner.drop_graph(entry, entry.failure or "it was not captured")
         raise_first(failures)
         return False
+
+    def _warm_up_others(self, entry: BucketGraph, session: CaptureSession) -> None:
+        """See what the runner's other buckets return; a failure is said when the bucket itself is used."""
+        runner = self._capture.runner_of(entry)
+        # Their examples fill more of the buffers than this bucket has.
+        largest = {name: dim.maximum for name, dim in runner.dispatcher.dims.items()}
+        with runner.kept_buffers(largest):
+            for other in runner.entries:
+                if not other.samples:
+                    self._capture.attempt(other, lambda e: e.warm_up(session), Progress(0, ""), [])
 
     def _make_room(self) -> Generation:
         """Give up generations until one more graph may live; the generation that it goes to, the latest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,7 +52,12 @@ class Wrapped:
                 raise InputError(
                     f"{self.runner.name!r}: input {name!r} is missing; it takes {', '.join(self._specs)}"
                 )
-            shape = _shape_of(inputs[name])
+            try:
+                shape = _shape_of(inputs[name])
+            except RecursionError:
+                raise InputError(
+                    f"{self.runner.name!r}: input {name!r} contains itself, or is nested too deep"
+                ) from None
             if len(shape) != len(spec.shape):
                 raise InputError(
                     f"{self.runner.name!r}: input {name!r} has shape {shape}, expected {len(spec.shape)} axes: {spec}"
@@ -69,18 +75,17 @@ class Wrapped:
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of an array, or of nested rows, of which the longest says how wide the others are."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return tuple(shape)
-    found: list[int] = []
-    while isinstance(value, (list, tuple)):
-        found.append(len(value))
-        if not value:
-            break
-        rows = [row for row in value if isinstance(row, (list, tuple))]
-        # The longest row says how wide rows of different lengths are.
-        value = max(rows, key=len) if len(rows) == len(value) else value[0]
-    return tuple(found)
+    if not isinstance(value, (list, tuple)):
+        return ()
+    # Numbers have no shape to look for, and there may be many of them.
+    if not value or isinstance(value[0], (int, float)):
+        return (len(value),)
+    rows = [_shape_of(row) for row in value]
+    return (len(value), *(max(sizes) for sizes in zip_longest(*rows, fillvalue=0)))
 
 
 def _solve(extent: Any, size: int, name: str) -> tuple[Dim, int]:

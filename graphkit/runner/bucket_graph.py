@@ -37,7 +37,6 @@ class BucketGraph:
         replays: how often the graph has run.
         set_source: one function for each ring slot, which makes the graph's own copy of the inputs
             read that slot; None where the copy is queued before the launch.
-        source: the slot that it reads as it is.
         set_targets: for each slot of outputs on the host, functions that make the graph write there; None if it writes
             the same one always.
     """
@@ -60,7 +59,6 @@ class BucketGraph:
         self.failure: str | None = None
         self.set_source: Sequence[Callable[[], None]] | None = None
         self.set_targets: Sequence[Sequence[Callable[[], None]]] | None = None
-        self.source = 0
         self._source = torch.empty(0, device="cpu")
         self._graphs: list[Graph] = []
         self.launch: Callable[[], None] = self._not_captured
@@ -314,7 +312,7 @@ class BucketGraph:
         step = Step(self.dispatch, phase, self.layout.views, staged.hosted, None, self.state)
         runner.prepare_host(step)
         runner.staging.move(self._plan, staged)
-        self._source, self.source = staged.moved, staged.index
+        self._source = staged.moved
         for name, value in resident.items():
             _fill(self.layout.views[name], value)
         runner.staging.unpack(self.layout)

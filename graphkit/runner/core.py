@@ -89,7 +89,6 @@ class RunnerCore:
             ring_full=options.ring_full,
             checked=shared.checked,
             writes_host=options.prepare_host is not None,
-            drain=shared.drain,
         )
         largest = {
             name: max((bucket.sizes[name] for _, bucket in self.dispatcher.graphs), default=0)

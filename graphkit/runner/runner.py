@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -132,11 +133,10 @@ class GraphRunner(RunnerCore):
                 named = self._compare_now_and_then(plan, named, context)
             if self._pending is not None:
                 named = self._take_stage(dispatch, named)
+            staged = self.staging.write(plan.plan, named)
             entry = plan.entry
             if entry is None:
-                staged = self.staging.write(plan.plan, named)
                 return self._run_eager(plan, staged, context, clone)
-            staged = self.staging.write(plan.plan, named, entry.source)
             if shared.checked or entry.replays == 0:
                 self._check_before_replay(entry)
             step = plan.step
@@ -146,17 +146,16 @@ class GraphRunner(RunnerCore):
                 self.prepare_host(step)
             if shared.checked:
                 self.check_producers(entry.layout.views, dispatch.sizes, entry.where)
-                self.end_leases(replay=True, slot=self.results.turn)
-                self.results.poison()
             if entry.set_source is None:
                 self.staging.move(plan.plan, staged)
             else:
-                index = staged.index
-                if index != entry.source:
-                    entry.set_source[index]()
-                    entry.source = index
+                entry.set_source[staged.index]()
                 if staged.from_device:
                     self.staging.move_from_device(plan.plan, staged)
+            if shared.checked:
+                # Not before the inputs are read, which may be what an earlier run returned.
+                self.end_leases(replay=True, slot=self.results.turn)
+                self.results.poison()
             if entry.set_targets is not None:
                 for set_target in entry.set_targets[self.results.turn]:
                     set_target()
@@ -194,7 +193,7 @@ class GraphRunner(RunnerCore):
         try:
             self._refuse_open_stage()
             plan = self._plans.get(dispatch) or self._make_plan(dispatch)
-            slot = self.staging.open_slot(plan.plan, plan.entry.source if plan.entry else 0)
+            slot = self.staging.open_slot(plan.plan)
             host = {target.name: target.rows for target in slot.targets}
             self._pending = stage = Stage(dispatch, host, plan.plan.rows)
         finally:
@@ -346,8 +345,13 @@ class GraphRunner(RunnerCore):
             self.staging.unpack_exact(layout, staged)
             values = self.arguments(layout.views, plan.dispatch.variant)
             values.update(self.prepare(step))
+            inspection = self.shared.inspection
             with in_body(step):
-                result = self.binding.call(self.fn, values)
+                if inspection is None:
+                    result = self.binding.call(self.fn, values)
+                else:
+                    call = functools.partial(self.binding.call, self.fn, dict(values))
+                    result = inspection.eager_run(call, values)
             self.eager_runs += 1
             bound = self.results.bind_eager(plan.dispatch, result, clone=clone)
             return self.leased(bound) if self.shared.checked and not clone else bound
@@ -467,6 +471,8 @@ class GraphRunner(RunnerCore):
             findings = Check(trials, Tolerance()).against_eager()
         if findings:
             raise CheckError(f"{entry.where}: {findings[0].message}")
+        # The comparison's own runs must not fill the ring for the caller's.
+        self.staging.settle()
         return inputs
 
     @contextlib.contextmanager

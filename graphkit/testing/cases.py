@@ -80,6 +80,8 @@ class Case:
     def run(self, *, clone: bool = True) -> Any:
         """Place and run it; what the runner returns."""
         self.place()
+        # What a caller's runs mustn't wait for, these may.
+        self.runner.staging.settle()
         return self.runner.run(self.dispatch, self.inputs, context=self.context, clone=clone)
 
     def results(self) -> dict[str, torch.Tensor]:
@@ -134,18 +136,33 @@ def runners_of(target: Target) -> tuple[GraphRunner, ...]:
 
 
 def checked_options(given: Mapping[str, Any]) -> Given:
-    """The options of a check, each known, and batches as they may be read several times.
+    """The options of a check, each known, and batches as they may be read several times. None is as if not given.
 
     Raises:
-        SpecError: an option is unknown.
+        SpecError: an option is unknown, or of another kind.
     """
     known = Given.__annotations__
     for name in given:
         if name not in known:
             raise SpecError(f"checks have no option {name!r}; they take {', '.join(known)}")
-    options: dict[str, Any] = dict(given)
-    if options.get("batches") is not None:
-        options["batches"] = tuple(options["batches"])
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in ("inputs", "resident", "context"):
+        if name in options and not callable(options[name]):
+            raise SpecError(
+                f"{name}= takes a function of the dispatch, got {type(options[name]).__name__}"
+            )
+    if "batches" in options:
+        batches = options["batches"]
+        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+            raise SpecError(
+                f"batches= takes a sequence of mappings, one for each batch, got {batches!r}"
+            )
+        options["batches"] = tuple(batches)
+        for batch in options["batches"]:
+            if not isinstance(batch, Mapping):
+                raise SpecError(
+                    f"batches= takes mappings of dispatch's arguments, as {{'reqs': 3}}; got {batch!r}"
+                )
     return cast(Given, options)
 
 

@@ -44,7 +44,6 @@ def outputs_survive(runner: GraphRunner, given: Given) -> None:
         _refuse_changed(case, before, now, "a view")
         # As often as there are slots for outputs on the host.
         for _ in range(runner.options.ring_depth):
-            runner.staging.ring.wait()
             other.run()
         _refuse_changed(case, before, copies, "after another run, a copy")
         for what, view in views.items():
@@ -97,10 +96,10 @@ def no_allocation(runner: GraphRunner, given: Given) -> None:
         for case in cases_of(runner, given):
             if case.dispatch.mode is not FULL:
                 continue
-            case.place()
-            inputs, context = dict(case.inputs), case.context
             # What is made once for batches of this size is made here.
-            places = _places(runner.run(case.dispatch, inputs, context=context))
+            places = _places(case.run(clone=False))
+            inputs, context = dict(case.inputs), case.context
+            runner.staging.settle()
             before = _allocated(device)
             result = runner.run(case.dispatch, inputs, context=context)
             allocated = _allocated(device) - before
@@ -123,6 +122,7 @@ def one_run_at_a_time(runner: GraphRunner, given: Given) -> None:
     case = next(cases_of(runner, given))
     with starting_alike(runner):
         case.place()
+        runner.staging.settle()
         try:
             with runner.shared.exclusive(f"a check of runner {runner.name!r}"):
                 runner.run(case.dispatch, case.inputs, context=case.context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from graphkit.capture.mutation import Scratch
+from graphkit.checking.kept import has_fixed_rows, nobodys
 from graphkit.dispatch.dispatcher import Dispatch
 from graphkit.errors import CheckError, DispatchError, InputError, SpecError
 from graphkit.group.group import GraphGroup
@@ -265,6 +266,8 @@ class RunnerMachine(RuleBasedStateMachine):
         as_eager = self._twin.dispatch(**batch.named, eager=_TWIN)
         expected = _run_one(self._twin, as_eager, inputs, residents)
         found = _run_one(self.runner, dispatch, inputs, residents)
+        for runner, tensors in ((self.runner, found), (self._twin, expected)):
+            _leave_out(runner, self._nobodys(runner), tensors)
         self._last, self._has_run = batch, True
         for what, value in expected.items():
             if what not in found:
@@ -287,8 +290,18 @@ class RunnerMachine(RuleBasedStateMachine):
         except AssertionError as error:
             raise CheckError(
                 f"{self._where(batch, dispatch)}: {what} differs from eager"
-                f"{_rows(found, expected)}. {error}"
+                f"{_rows(found, expected)}. {error}{self._advice(what)}"
             ) from None
+
+    def _advice(self, what: str) -> str:
+        """What to do where padding may have written a buffer that holds a cache."""
+        for name, buffer in self.runner.binding.resident.items():
+            if what == _resident(name) and has_fixed_rows(buffer):
+                return (
+                    "\nIf only padding writes those rows, and nothing reads them, say so: "
+                    f"mutates=[gk.Scratch(group.buffers[{buffer.name!r}].tensor, rows=[...])]"
+                )
+        return ""
 
     def _where(self, batch: Batch, dispatch: Dispatch) -> str:
         bucket = f" [{dispatch.bucket}]" if dispatch.bucket is not None else ""
@@ -300,14 +313,31 @@ class RunnerMachine(RuleBasedStateMachine):
         Those are the rows of a `Scratch`, and the rows that the constant pad of an index buffer (one with `valid`)
         points at.
         """
-        scratch = {
+        scratch = self._index_pads(runner)
+        return [_kept_rows(item, scratch) for item in runner.options.mutates]
+
+    def _index_pads(self, runner: GraphRunner) -> set[int]:
+        """The rows that the constant pads of index buffers point at."""
+        return {
             int(pad.value)
             for buffer in runner.binding.buffers.values()
             if buffer.spec.valid is not None
             for pad in buffer.spec.pads
             if pad is not None and pad.is_constant and pad.value is not None
         }
-        return [_kept_rows(item, scratch) for item in runner.options.mutates]
+
+    def _nobodys(self, runner: GraphRunner) -> list[tuple[torch.Tensor, Any]]:
+        """State, and the indices of those of its rows that are nobody's."""
+        pads = self._index_pads(runner)
+        found: list[tuple[torch.Tensor, Any]] = []
+        for item in runner.options.mutates:
+            tensor = item.tensor if isinstance(item, Scratch) else item
+            if isinstance(item, Scratch):
+                found.append((tensor, item.index()))
+            rows = [row for row in pads if tensor.ndim and -len(tensor) <= row < len(tensor)]
+            if rows:
+                found.append((tensor, torch.tensor(rows, device=tensor.device)))
+        return found
 
 
 def _run_one(
@@ -318,12 +348,31 @@ def _run_one(
 ) -> dict[str, torch.Tensor]:
     """Outputs and resident buffers after a run: copies, by what they are."""
     write_residents(runner, dispatch, residents)
+    runner.staging.settle()
     result = runner.run(dispatch, dict(inputs), clone=True)
     tensors = Tree(result, f"runner {runner.name!r}").tensors()
     found = {output_name(path): tensor for path, tensor in tensors.items()}
     for name, tensor in read_residents(runner, dispatch).items():
-        found[f"resident buffer {name!r}"] = tensor
+        found[_resident(name)] = tensor
     return found
+
+
+def _resident(name: str) -> str:
+    return f"resident buffer {name!r}"
+
+
+def _leave_out(
+    runner: GraphRunner,
+    rows: Sequence[tuple[torch.Tensor, Any]],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Clear those rows in the copies of buffers that share their memory."""
+    for name, buffer in runner.binding.resident.items():
+        if has_fixed_rows(buffer):
+            copy = tensors[_resident(name)]
+            mask = nobodys(buffer.tensor, rows)
+            if mask is not None:
+                copy[mask[tuple(slice(0, size) for size in copy.shape)]] = 0
 
 
 def _kept_rows(item: torch.Tensor | Scratch, scratch: set[int]) -> torch.Tensor:

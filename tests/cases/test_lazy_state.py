@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import warnings
 from typing import Any
 
@@ -584,4 +585,154 @@ def test_s4_attributes_behind_a_plain_object_are_named(device: str) -> None:
         found = remarks(group)
         for name in ("model.last", "seen"):
             assert any(f"attribute '{prefix}{name}'" in text for text in found), (name, found)
+        group.close()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten.randint_like, "Tensor"), reason="this torch takes only numbers"
+)
+def test_s3_of_an_input_only_what_is_in_it_counts(device: str) -> None:
+    """randint_like takes a shape of its first tensor, and contents of its second."""
+
+    class Engine:
+        noise: torch.Tensor | None = None
+
+        def __init__(self, is_bound: bool) -> None:
+            self.is_bound = is_bound
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.noise is None:
+                zeros = torch.zeros(4, device=x.device)
+                bound = x.abs().max().cpu() + 9 if self.is_bound else torch.tensor(9)
+                self.noise = torch.randint_like(zeros, bound)
+            return x + self.noise
+
+    group = group_of(device, Engine(is_bound=True).forward)
+    with pytest.raises(gk.CaptureError, match="from a runner's inputs"):
+        group.capture(progress=False)
+    group.close()
+    group = group_of(device, Engine(is_bound=False).forward)
+    assert any("the graph reads a tensor of shape (4,)" in text for text in remarks(group))
+    group.close()
+
+
+@pytest.mark.parametrize("way", ["list", "numpy"])
+def test_s3_a_plan_that_went_through_the_host_is_reported(device: str, way: str) -> None:
+    def make(x: torch.Tensor) -> torch.Tensor:
+        order = x[0].argsort().cpu()
+        if way == "list":
+            return torch.tensor(order.tolist(), device=x.device) + 0
+        return torch.from_numpy(order.numpy().copy()).to(x.device)
+
+    class Lazy:
+        plan: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.plan is None:
+                self.plan = make(x)
+            return x[:, self.plan]
+
+    group = group_of(device, Lazy().forward)
+    found = remarks(group)
+    assert any("the graph reads a tensor of shape (4,)" in text for text in found)
+    assert all("values on the host, which may be an input's" in text for text in found)
+    group.close()
+
+
+def test_s3_a_plan_made_in_an_eager_run_is_refused(device: str) -> None:
+    group = group_of(device, LazyPlan())
+    runner = group["lazy"]
+    runner.run(runner.dispatch(batch=8), x=torch.rand(8, 4, device=device))
+    with pytest.raises(gk.CaptureError, match="in an EAGER run and from a runner's inputs"):
+        group.capture(progress=False)
+    group.close()
+
+
+def test_s3_what_an_eager_run_returned_is_its_callers(device: str) -> None:
+    kept: dict[str, torch.Tensor] = {}
+    group = group_of(device, lambda x: x * 2)
+    runner = group["lazy"]
+    kept["scale"] = runner.run(runner.dispatch(batch=1), x=torch.ones(1, 4))
+    policy = gk.Policy.full(gk.Buckets.of(BATCH, 2, 8))
+    group.runner("uses", lambda x: x * kept["scale"], policy=policy)
+    assert remarks(group) == []
+    user = group["uses"]
+    out = user.run(user.dispatch(batch=2), x=torch.ones(2, 4), clone=True)
+    assert out.tolist() == [[2.0] * 4] * 2
+    group.close()
+
+
+def test_s4_one_object_further_and_modules_in_lists(device: str) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stats: dict[str, Any] = {"rows": 0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.stats["rows"] = x.shape[0] * 1000
+            return x + 1
+
+    class Helper:
+        def __init__(self) -> None:
+            self.last: Any = None
+            self.layers = [Layer()]
+
+    class Engine:
+        def __init__(self) -> None:
+            self.helper = Helper()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.helper.last = x.shape
+            return self.helper.layers[0](x)
+
+    engine = Engine()
+    step = engine.forward
+    for fn, prefix in ((engine.forward, ""), (lambda x: step(x), "step.")):
+        group = group_of(device, fn)
+        found = remarks(group)
+        for name in ("helper.last", "helper.layers[0].stats"):
+            assert any(f"attribute '{prefix}{name}'" in text for text in found), (name, found)
+        group.close()
+
+
+def test_s4_a_module_that_a_capture_replaces_is_named(device: str) -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner = torch.nn.Identity()
+            return self.inner(x) + 1
+
+    group = group_of(device, Outer())
+    assert any("attribute 'inner' was" in text for text in remarks(group))
+    group.close()
+
+
+def test_s4_nothing_is_said_where_equal_values_are_set_again(device: str) -> None:
+    class Config:
+        """Never changes; the engine holds what it needs besides."""
+
+        width = 4
+
+        def __init__(self) -> None:
+            self.scale, self.sizes = 2.0, [1, 2]
+
+    class Engine:
+        def __init__(self) -> None:
+            self.config, self.known = Config(), {"scale": 500.0, "name": "x" * 3}
+            self.itself = self
+            self.lock = threading.Lock()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.known["scale"] = float(str(500.0))
+            self.known["name"] = "".join(["x"] * 3)
+            self.config.scale = float("2.0")
+            return x * self.config.scale
+
+    engine = Engine()
+    for fn in (engine.forward, lambda x: engine.forward(x)):
+        group = group_of(device, fn)
+        assert remarks(group) == []
         group.close()

@@ -64,22 +64,6 @@ class Turn:
 
 
 @st.composite
-def bucket_sets(draw: st.DrawFn) -> gk.Buckets:
-    """Sets over both dims, of few buckets."""
-    kind = draw(st.sampled_from(["of", "powers", "grid", "bounded"]))
-    tops = st.lists(st.integers(1, REQS.maximum), min_size=1, max_size=3)
-    match kind:
-        case "of":
-            return gk.Buckets.of(REQS, *draw(tops), pages=draw(st.integers(1, PAGES.maximum)))
-        case "powers":
-            return gk.Buckets.powers(REQS, upto=draw(st.integers(1, REQS.maximum)))
-        case "bounded":
-            return gk.Buckets.powers(REQS, pages=gk.at_most(REQS))
-        case _:
-            return gk.Buckets.grid({REQS: draw(tops), PAGES: [1, PAGES.maximum]})
-
-
-@st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Groups of one to three runners over one to four buffers."""
     count = draw(st.integers(1, 3))
@@ -94,7 +78,10 @@ def plans(draw: st.DrawFn) -> Plan:
         roles = {name: draw(st.sampled_from(["fed", "fed", "resident"])) for name in used}
         runners.append(
             RunnerPlan(
-                roles, draw(bucket_sets()), draw(st.booleans()), draw(st.sampled_from([1, 2, 3, 8]))
+                roles,
+                draw(strategies.bucket_sets(REQS, PAGES)),
+                draw(st.booleans()),
+                draw(st.sampled_from([1, 2, 3, 8])),
             )
         )
     return Plan(specs, tuple(runners), draw(st.booleans()), draw(st.sampled_from([1 << 20, 0, 24])))

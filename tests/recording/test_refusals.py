@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -224,17 +225,113 @@ def test_what_only_a_cpu_does(
     assert refusals.is_fine_on_cuda(operation, function, args, {}) is fine
 
 
-@pytest.mark.parametrize(
-    "make", [torch.tensor, torch.as_tensor, torch.asarray], ids=lambda f: f.__name__
-)
-def test_a_tensor_made_of_a_list_of_tensors_reads_each_back(make):
+class Rows:
+    """A sequence that is no list."""
+
+    def __init__(self, *rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+MADE_OF_TENSORS: dict[str, Any] = {
+    "tensor": lambda t: torch.tensor([t]),
+    "tensor by name": lambda t: torch.tensor(data=[t]),
+    "tensor of nested rows": lambda t: torch.tensor([[1, 2], (3, t)]),
+    "tensor of a sequence": lambda t: torch.tensor(Rows(1, t)),
+    "as_tensor": lambda t: torch.as_tensor((t,)),
+    "asarray": lambda t: torch.asarray([1, t]),
+    "asarray by name": lambda t: torch.asarray(obj=[t]),
+    "LongTensor": lambda t: torch.LongTensor([t]),
+    "LongTensor of rows": lambda t: torch.LongTensor([[1, 2], [3, t]]),
+    "FloatTensor": lambda t: torch.FloatTensor([t]),
+    "Tensor": lambda t: torch.Tensor([t]),
+    "new": lambda t: t.new([t]),
+    "new_tensor": lambda t: t.new_tensor([t]),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_TENSORS)
+def test_a_tensor_made_of_a_list_of_tensors_reads_each_back(
+    recording: RecordingBackend, name: str
+) -> None:
     """A device would be asked for each element, and the values baked."""
+    make, x = MADE_OF_TENSORS[name], torch.arange(3)
+
+    def body() -> Any:
+        return make(x.max()) - x[0]
+
+    assert "reads a value back" in str(refusal(recording, body))
+    found = gk.lint(lambda x: make(x.max()) - x[0], (x,))
+    assert ["reads a value back" in str(refusal) for refusal in found] == [True]
+
+
+@pytest.mark.parametrize("name", MADE_OF_TENSORS)
+def test_a_list_of_what_python_made_is_read_on_the_host(
+    recording: RecordingBackend, name: str
+) -> None:
+    make, x = MADE_OF_TENSORS[name], torch.arange(3)
+    graph, y = capture(recording, lambda: make(torch.tensor(5)).flatten()[-1] + x)
+    x.fill_(2)
+    graph.replay()
+    assert y.tolist() == [7, 7, 7]
+    assert gk.lint(lambda x: make(torch.tensor(5)).flatten()[-1] + x, (x,)) == ()
+
+
+def test_sizes_and_numbers_are_no_tensors_to_read(recording: RecordingBackend) -> None:
+    x = torch.ones(3)
+
+    def body() -> Any:
+        x.new(2, 3), x.new(torch.Size([2])), torch.tensor([[1.0], [2.0]]), torch.asarray(range(3))
+        return x + torch.tensor([1.0, 2.0, 3.0]) + torch.as_tensor(x) + torch.LongTensor([1, 2, 3])
+
+    graph, y = capture(recording, body)
+    graph.replay()
+    assert y.tolist() == [4, 6, 8]
+    error = refusal(recording, lambda: x.new([1, 2]))
+    assert "copies from Python's memory" in str(error)
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        capture(recording, lambda: torch.tensor(endless))
+
+
+def test_numpy_reads_no_memory_of_the_device_and_torch_may(recording: RecordingBackend) -> None:
+    x = torch.ones(3)
+    for body in (
+        lambda: np.from_dlpack(x).max(),
+        lambda: np.from_dlpack(x[1:]) + 1,
+    ):
+        error = refusal(recording, body)
+        assert error.operation == "torch.Tensor.__dlpack__"
+        assert "it copies to the host" in str(error)
+    found = gk.lint(lambda x: float(np.from_dlpack(x).max()) + x, (x,))
+    assert [r.operation for r in found] == ["torch.Tensor.__dlpack__"]
+
+    def allowed() -> Any:
+        host = np.from_dlpack(torch.tensor([1.0, 2.0, 3.0]))
+        return torch.from_dlpack(x) * 2 + torch.utils.dlpack.from_dlpack(x) + float(host[1])
+
+    graph, y = capture(recording, allowed)
+    x.fill_(2)
+    graph.replay()
+    assert y.tolist() == [8, 8, 8]
+    assert gk.lint(lambda x: torch.from_dlpack(x) * 2, (x,)) == ()
+
+
+def test_a_group_names_the_line_that_reads_back() -> None:
     group = gk.GraphGroup("cpu")
     rows = gk.Dim("rows", 8)
     group.buffers.declare(x=gk.BufferSpec((rows,), torch.int64, pad=1))
-    group.runner("r", lambda x: make([x.max()]) - x, policy=gk.Policy.full(gk.Buckets.powers(rows)))
-    with pytest.raises(gk.CaptureError, match="reads a value back"):
+    group.runner(
+        "r",
+        lambda x: torch.LongTensor([x.max()]) - x,
+        policy=gk.Policy.full(gk.Buckets.powers(rows)),
+        outputs=gk.Output((rows,), torch.int64),
+    )
+    with pytest.raises(gk.CaptureError, match=r"reads a value back.*torch\.LongTensor"):
         group.capture(progress=False)
-    found = gk.lint(lambda x: make([x.max()]) - x, (torch.arange(3),))
-    assert any("reads a value back" in str(refusal) for refusal in found)
-    assert make([1, 2]).tolist() == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ import torch
 
 import graphkit as gk
 from graphkit import testing
+from graphkit.backends.recording import RecordingBackend
 from graphkit.testing.boundaries import boundary_batches
 from graphkit.testing.contents import contents_for
 
@@ -387,3 +389,97 @@ def test_unknown_options_are_refused_and_batches_may_be_any_iterable() -> None:
     reports = testing.check_all(group, batches=({"rows": count} for count in (1, 3)))
     assert [report.sizes["rows"] for report in reports] == [1, 3]
     group.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batches": {"rows": 3}}, "takes a sequence of mappings, one for each batch, got {'rows': 3}"),
+        ({"batches": 3}, "takes a sequence of mappings, one for each batch, got 3"),
+        ({"batches": "rows"}, "as {'reqs': 3}; got 'r'"),
+        ({"batches": [3]}, "as {'reqs': 3}; got 3"),
+        ({"inputs": {"x": 3}}, "inputs= takes a function of the dispatch, got dict"),
+        ({"resident": 3}, "resident= takes a function of the dispatch, got int"),
+        ({"context": "c"}, "context= takes a function of the dispatch, got str"),
+        ({"atoll": 3}, "checks have no option 'atoll'; they take batches, inputs, resident, "),
+    ],
+)  # fmt: skip
+def test_options_of_another_kind_are_refused(options: Any, words: str) -> None:
+    runner = captured("cpu", lambda x: x * 2)
+    for check in CHECKS:
+        with pytest.raises(gk.SpecError, match=re.escape(words)):
+            check(runner, **options)
+        check(runner, **dict.fromkeys(("batches", "inputs", "resident", "context")))
+
+
+def test_large_integers_that_padding_reaches_are_found(device) -> None:
+    rows = gk.Dim("rows", 4)
+    group = gk.GraphGroup(device)
+    group.buffers.declare(x=gk.BufferSpec((rows,), torch.int64, pad=1))
+    runner = group.runner(
+        "hash",
+        lambda x: (x << 60) + x.sum(),
+        policy=gk.Policy.full(gk.Buckets.powers(rows)),
+        outputs=gk.Output((rows,), torch.int64),
+    )
+    group.capture(progress=False)
+    x = torch.tensor([5, 6, 7])
+    report = runner.check(runner.dispatch(rows=3), x=x, raise_on_failure=False)
+    assert "differs in rows 0, 1, 2 by up to 1." in str(report)
+    with pytest.raises(gk.CheckError, match="PADS: the output depends on what buffer 'x'"):
+        testing.check_padding_independence(
+            runner, inputs=lambda d: {"x": torch.arange(d.sizes["rows"]) + 5}
+        )
+
+
+def runs(runner: gk.GraphRunner, dispatch: gk.Dispatch, count: int) -> None:
+    for _ in range(count):
+        runner.run(dispatch, x=[1.0, 2.0, 3.0])
+
+
+class SlowFence:
+    """A fence of a device that is done only where the host waits for it."""
+
+    def __init__(self) -> None:
+        self.passed = True
+
+    def record(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_checks_wait_where_runs_must_not(monkeypatch, check, depth: int) -> None:
+    monkeypatch.setattr(RecordingBackend, "new_fence", lambda self: SlowFence())
+    group = gk.GraphGroup("cpu")
+    rows = gk.Dim("rows", 4)
+    group.buffers.declare(x=gk.BufferSpec((rows,), torch.float32, pad=0))
+    options: dict[str, Any] = {
+        "policy": gk.Policy.full(gk.Buckets.powers(rows)),
+        "outputs": gk.Output((rows,), torch.float32, to="host"),
+        "ring_depth": depth,
+        "ring_full": "raise",
+    }
+    runner = group.runner("r", lambda x: x * 2, **options)
+    group.runner("other", lambda x: x + 2, **options)
+    group.capture(progress=False)
+    check(group)
+    # Others' runs still don't wait.
+    dispatch = runner.dispatch(rows=3)
+    with pytest.raises(gk.StateError, match=f"the ring of {depth} slots is full"):
+        runs(runner, dispatch, depth + 1)
+
+
+def test_checked_mode_compares_where_runs_must_not_wait(monkeypatch) -> None:
+    monkeypatch.setattr(RecordingBackend, "new_fence", lambda self: SlowFence())
+    runner = captured("cpu", lambda x: x * 2, checked=True, ring_depth=1, ring_full="raise")
+    dispatch = runner.dispatch(batch=3)
+    runner.staging.settle()
+    x = torch.ones(3, 3)
+    assert runner.run(dispatch, x=x).tolist() == (x * 2).tolist()

@@ -292,3 +292,45 @@ def test_scratch_rows_are_nobodys() -> None:
     machine = machine_of(make)()
     assert [len(tensor) for tensor in machine.state_of(machine.runner)] == [2, 3]
     machine.teardown()
+
+
+class Cached(RunnerMachine):
+    """A cache in a resident buffer of fixed shape, whose row 0 is for padding."""
+
+    scratch: Any = (0,)
+
+    def make_runner(self, group: gk.GraphGroup) -> gk.GraphRunner:
+        cache = torch.zeros(SLOTS, 2, device=group.device)
+        group.buffers.declare(
+            slots=gk.BufferSpec((ROWS,), torch.int64, pad=0, valid=(0, SLOTS)),
+            x=gk.BufferSpec((ROWS, 2), torch.float32, pad=7),
+            cache=gk.BufferSpec((SLOTS, 2), torch.float32, adopt=cache),
+        )
+
+        def write(slots: torch.Tensor, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+            cache[slots] = x
+            return x * 2
+
+        mutates = [gk.Scratch(cache, rows=list(self.scratch))] if self.scratch else []
+        return group.runner(
+            "write",
+            write,
+            policy=FULL,
+            outputs=gk.Output((ROWS, 2), torch.float32),
+            inputs={"cache": gk.Resident("cache")},
+            mutates=mutates,
+        )
+
+    def inputs(self, dispatch: gk.Dispatch) -> Mapping[str, Any]:
+        return {"slots": np.arange(1, dispatch.sizes["rows"] + 1)}
+
+
+def test_scratch_rows_of_a_resident_buffer_are_nobodys(device: str) -> None:
+    Cached.check(device, settings=examples(4))
+    wrong = type("Wrong", (Cached,), {"scratch": ()})
+    with pytest.raises(
+        gk.CheckError, match="resident buffer 'cache' differs from eager in row 0 of"
+    ) as caught:
+        wrong.check(device, settings=examples(4))
+    advice = "mutates=[gk.Scratch(group.buffers['cache'].tensor, rows=[...])]"
+    assert advice in str(caught.value)

@@ -377,3 +377,28 @@ def test_a_batch_is_what_dispatch_is_given() -> None:
     batch = strategies.Batch({"reqs": 2, "tokens": 8}, query_len=4)
     assert batch.named == {"reqs": 2, "tokens": 8, "query_len": 4}
     assert repr(batch) == "Batch(reqs=2, tokens=8, query_len=4)"
+
+
+# -- what they don't take -----------------------------------------------------------------------
+
+
+def test_unknown_names_and_ways_are_refused_where_they_are_given() -> None:
+    runner = batch_runner()
+    dispatch = runner.dispatch(batch=3)
+    nope: Any = {"given": {"nope": 1}}
+    words = (
+        "given= has 'nope', which runner '.*' isn't fed and has no resident buffer for; it takes x"
+    )
+    for make in (strategies.inputs_for, strategies.residents_for):
+        with pytest.raises(gk.SpecError, match=words):
+            make(runner, dispatch, **nope)
+    with pytest.raises(gk.SpecError, match=words):
+        strategies.histories(runner, **nope)
+    for ways, message in (
+        (["array", "tensr"], "ways= has no 'tensr'; it takes array, tensor, list, "),
+        ("tensor", r"takes a sequence, got the string 'tensor'; write \['tensor'\]"),
+    ):
+        with pytest.raises(gk.SpecError, match=message):
+            strategies.inputs_for(runner, dispatch, ways=ways)
+        with pytest.raises(gk.SpecError, match=message):
+            strategies.histories(runner, ways=ways)

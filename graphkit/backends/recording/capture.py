@@ -143,8 +143,8 @@ class RecordingCapture:
             return function(*args, **kwargs)
         outer, self._function = self._function, (function, args, kwargs)
         try:
-            reason = refusals.of_function(function, args, kwargs)
-            if reason is not None and not self._on_host(refusals.value_read(function, args)):
+            reason = refusals.of_function(function, args, kwargs, self._on_host)
+            if reason is not None:
                 raise self._refusal(refusals.name_of(function), reason)
             return function(*args, **kwargs)
         finally:

@@ -79,13 +79,17 @@ class Memories:
         """Put all saved contents back, and let go of everything."""
         # The newest first: two storages may share memory, and the oldest contents are to win.
         for storage, contents in reversed(self._contents):
-            if storage.nbytes() != contents.nbytes():
-                # It grew: an `out=` of no elements does at its first use.
+            if storage.nbytes() < contents.nbytes():
                 storage.resize_(contents.nbytes())
-            storage.copy_(contents)
+            # An `out=` grows at its first use. It stays as large as the tensors now are that lie in it.
+            _bytes(storage)[: contents.nbytes()].copy_(_bytes(contents))
         self._contents.clear()
         self._held.clear()
 
     def _remember(self, storage: torch.UntypedStorage, memory: Memory) -> None:
         self._known[storage._cdata] = memory
         self._held.append(storage)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -6,14 +6,15 @@ assignment isn't tagged at all, and some calls never reach the dispatcher on a C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch._ops import HigherOrderOperator
 from torch.overrides import resolve_name
-from torch.utils import _pytree as pytree
 
 READS = "it reads a value back from the device, which a capture can't wait for"
 SIZES = "the size of its result depends on values, which a capture can't wait for"
@@ -25,6 +26,11 @@ HIGHER_ORDER = "higher-order operators (torch.cond, torch.while_loop) can't be r
 
 Rule = Callable[[Sequence[Any], Mapping[str, Any]], str | None]
 """Given the arguments of a call, the reason to refuse it, or None."""
+
+OnHost = Callable[[Any], bool]
+"""Whether a value is a tensor that CUDA has on the host too."""
+FunctionRule = Callable[[Sequence[Any], Mapping[str, Any], OnHost], str | None]
+"""The same for a call of Python's surface, which may read what is on the host."""
 
 
 def _always(reason: str) -> Rule:
@@ -105,45 +111,104 @@ OPERATIONS: dict[str, Rule] = {
 """By operator, or by operator and overload where the overloads differ; the longer name wins."""
 
 
-def _of_python_data(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    data = args[0] if args else kwargs.get("data")
-    if isinstance(data, (list, tuple)) and any(
-        isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(data)
-    ):
-        # Each element is read back, one by one.
+def _reading(reason: str) -> FunctionRule:
+    """Refuse what needs its first argument on the host."""
+    return lambda args, kwargs, on_host: None if args and on_host(args[0]) else reason
+
+
+def _tensors_among(data: Any, depth: int = 64) -> Iterator[torch.Tensor]:
+    """The tensors that would be elements of a tensor made of nested sequences of any kind."""
+    # No tensor has more axes than that, and a list may contain itself.
+    if isinstance(data, (str, bytes, bytearray, memoryview, np.ndarray, range)) or not depth:
+        return
+    if not (hasattr(type(data), "__getitem__") and hasattr(type(data), "__len__")):
+        return
+    if isinstance(data, (Mapping, torch.Tensor)):
+        return
+    for element in data:
+        if isinstance(element, torch.Tensor):
+            yield element
+        else:
+            yield from _tensors_among(element, depth - 1)
+
+
+def _of_python_data(args: Sequence[Any], kwargs: Mapping[str, Any], on_host: OnHost) -> str | None:
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    if isinstance(data, torch.Tensor):
+        return None
+    # A list's elements are read back, one by one.
+    if not all(on_host(tensor) for tensor in _tensors_among(data)):
         return READS
-    moved = kwargs.get("device") is not None and not isinstance(data, torch.Tensor)
-    return COPIES_IN if moved else None
+    return None if kwargs.get("device") is None else COPIES_IN
 
 
-def _new_of_python_data(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def _new_of_python_data(
+    args: Sequence[Any], kwargs: Mapping[str, Any], on_host: OnHost
+) -> str | None:
     data = args[1] if len(args) > 1 else kwargs.get("data")
-    return None if isinstance(data, torch.Tensor) else COPIES_IN
+    if isinstance(data, torch.Tensor):
+        return None
+    if not all(on_host(tensor) for tensor in _tensors_among(data)):
+        return READS
+    return None if on_host(args[0]) else COPIES_IN
 
 
-def _by_list(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def _new(args: Sequence[Any], kwargs: Mapping[str, Any], on_host: OnHost) -> str | None:
+    is_data = len(args) == 2 and isinstance(args[1], (list, tuple))
+    # Sizes are no data.
+    if not is_data or isinstance(args[1], torch.Size):
+        return None
+    return _new_of_python_data(args, kwargs, on_host)
+
+
+def _by_list(args: Sequence[Any], kwargs: Mapping[str, Any], on_host: OnHost) -> str | None:
     index = args[1] if len(args) > 1 else None
     parts = index if isinstance(index, tuple) else (index,)
-    return COPIES_IN if any(isinstance(part, (list, np.ndarray)) for part in parts) else None
+    if on_host(args[0]) or not any(isinstance(part, (list, np.ndarray)) for part in parts):
+        return None
+    return COPIES_IN
 
 
-def _by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def _by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], on_host: OnHost) -> str | None:
     where = [*args[1:2], *kwargs.values()]
-    return READS if any(isinstance(x, torch.Tensor) for x in where) else None
+    return READS if any(isinstance(x, torch.Tensor) and not on_host(x) for x in where) else None
 
 
-FUNCTIONS: dict[Any, Rule] = {
-    torch.Tensor.tolist: _always(READS),
-    torch.Tensor.numpy: _always(COPIES_OUT),
-    torch.Tensor.__array__: _always(COPIES_OUT),
-    torch.Tensor.cpu: _always(COPIES_OUT),
-    torch.Tensor.__repr__: _always(READS),
-    torch.Tensor.__format__: _always(READS),
+def _to_another_library(
+    args: Sequence[Any], kwargs: Mapping[str, Any], on_host: OnHost
+) -> str | None:
+    """Refuse to hand a CPU's memory to NumPy, which couldn't take a device's; torch.from_dlpack can."""
+    if args[0].device.type != "cpu" or on_host(args[0]):
+        return None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.Tensor.__dlpack__.__code__:
+        frame = frame.f_back
+    # Their arguments are the same: who asks is known by the caller alone.
+    caller = None if frame is None else frame.f_back
+    is_torch = caller is not None and caller.f_code is torch.utils.dlpack.from_dlpack.__code__
+    return None if is_torch else COPIES_OUT
+
+
+FUNCTIONS: dict[Any, FunctionRule] = {
+    # PyTorch calls these on the elements of a list that a torch.LongTensor or torch.FloatTensor is made of.
+    torch.Tensor.__bool__: _reading(READS),
+    torch.Tensor.__int__: _reading(READS),
+    torch.Tensor.__index__: _reading(READS),
+    torch.Tensor.__float__: _reading(READS),
+    torch.Tensor.__complex__: _reading(READS),
+    torch.Tensor.tolist: _reading(READS),
+    torch.Tensor.numpy: _reading(COPIES_OUT),
+    torch.Tensor.__array__: _reading(COPIES_OUT),
+    torch.Tensor.__dlpack__: _to_another_library,
+    torch.Tensor.cpu: _reading(COPIES_OUT),
+    torch.Tensor.__repr__: _reading(READS),
+    torch.Tensor.__format__: _reading(READS),
     torch.Tensor.tensor_split: _by_tensor,
     torch.tensor_split: _by_tensor,
     torch.tensor: _of_python_data,
     torch.as_tensor: _of_python_data,
     torch.asarray: _of_python_data,
+    torch.Tensor.new: _new,
     torch.Tensor.new_tensor: _new_of_python_data,
     torch.Tensor.__getitem__: _by_list,
     torch.Tensor.__setitem__: _by_list,
@@ -151,12 +216,14 @@ FUNCTIONS: dict[Any, Rule] = {
 """Calls that never reach the dispatcher on a CPU, or that lose there what CUDA refuses them for."""
 
 
-def of_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def of_function(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], on_host: OnHost
+) -> str | None:
     """The reason to refuse a call of PyTorch's Python surface, or None."""
     if isinstance(function, HigherOrderOperator):
         return HIGHER_ORDER
     rule = FUNCTIONS.get(function)
-    return None if rule is None else rule(args, kwargs)
+    return None if rule is None else rule(args, kwargs, on_host)
 
 
 ADVICE = (
@@ -174,12 +241,6 @@ READS_ONE_VALUE = frozenset(
     }
 )
 """Operations that CUDA takes if the value, their last argument, is on the host."""
-
-
-def value_read(function: Any, args: Sequence[Any]) -> Any:
-    """The argument that a refused call of Python's surface needs on the host."""
-    position = 1 if function in (torch.tensor_split, torch.Tensor.tensor_split) else 0
-    return args[position] if len(args) > position else None
 
 
 _QUANTILES = frozenset(

@@ -15,6 +15,7 @@ from graphkit.buffers import Buffer, BufferSpec, shape_at
 from graphkit.dims import Affine, affine
 from graphkit.dispatch.bucket import Bucket
 from graphkit.dispatch.dispatcher import Dispatch
+from graphkit.errors import SpecError
 from graphkit.pads import as_bits
 from graphkit.runner.runner import GraphRunner
 from graphkit.staging.hostdata import has_numpy, numpy_dtype
@@ -72,9 +73,13 @@ def inputs_for(
         ways: how inputs may be given, of `WAYS`.
         given: name -> what is given instead: a value, a strategy of it, or a function of `dispatch` that gives
             either.
+
+    Raises:
+        SpecError: a way or a name is unknown.
     """
     contents = Contents(extreme, nan)
-    return _inputs(runner, dispatch, contents, tuple(ways), given or {})
+    checked = _checked(runner, given)
+    return _inputs(runner, dispatch, contents, _checked_ways(ways), checked)
 
 
 @st.composite
@@ -112,7 +117,7 @@ def residents_for(
 
     The arguments are those of `inputs_for`.
     """
-    return _residents(runner, dispatch, Contents(extreme, nan), given or {})
+    return _residents(runner, dispatch, Contents(extreme, nan), _checked(runner, given))
 
 
 @st.composite
@@ -154,7 +159,11 @@ def histories(
         nan: see `inputs_for`.
         ways: see `inputs_for`.
         given: see `inputs_for`; functions are called with the `Batch`.
+
+    Raises:
+        SpecError: a way or a name is unknown.
     """
+    ways, given = _checked_ways(ways), _checked(runner, given)
 
     def with_inputs(batch: Batch) -> st.SearchStrategy[tuple[Batch, dict[str, Any]]]:
         inputs = inputs_for(runner, batch, extreme=extreme, nan=nan, ways=ways, given=given)
@@ -162,6 +171,27 @@ def histories(
 
     step = batches_of(runner, where=where).flatmap(with_inputs)
     return st.lists(step, min_size=1, max_size=max_size)
+
+
+def _checked(runner: GraphRunner, given: Given | None) -> Given:
+    """What is given, for parameters that there are; those of `inputs_for` and of `residents_for` may be mixed."""
+    known = [*runner.binding.fed, *runner.binding.resident]
+    for name in given or {}:
+        if name not in known:
+            raise SpecError(
+                f"given= has {name!r}, which runner {runner.name!r} isn't fed and has no resident buffer for; it "
+                f"takes {', '.join(known) or 'nothing'}"
+            )
+    return dict(given or {})
+
+
+def _checked_ways(ways: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(ways, str):
+        raise SpecError(f"ways= takes a sequence, got the string {ways!r}; write [{ways!r}]")
+    for way in ways:
+        if way not in WAYS:
+            raise SpecError(f"ways= has no {way!r}; it takes {', '.join(WAYS)}")
+    return tuple(ways)
 
 
 def _example(runner: GraphRunner, dispatch: Dispatch | Batch) -> dict[str, Any]:
