@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-MODULES = ("dispatch", "staging", "capture", "piecewise", "eagle", "workloads", "soak")
+MODULES = ("dispatch", "staging", "capture", "piecewise", "eagle", "workloads", "soak", "watch")
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import capture as capture_benchmark
-from benchmarks import dispatch, eagle, measure, piecewise, run, staging, workloads
+from benchmarks import dispatch, eagle, measure, piecewise, run, staging, watch, workloads
 from benchmarks.workloads import ways
 from benchmarks.workloads.case import Case, agreement
 from benchmarks.workloads.ways import COPIES, EAGER, FLOOR, GRAPHED, GRAPHKIT, WAYS
@@ -51,6 +51,10 @@ def test_every_module_is_run_by_make_bench() -> None:
 
 def test_dispatch_runs() -> None:
     assert [row["buckets"] for row in dispatch.run()["rows"]] == [10, 100, 1000]
+
+
+def test_a_look_at_watched_memory_is_measured() -> None:
+    assert [row["parameters"] for row in watch.run()["rows"]] == [10, 300, 1000]
 
 
 def test_staging_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,8 @@ class Report:
         ]
         if self.memory is not None:
             lines.append(
-                f"pools {bytes_text(self.memory.pool)}, driver {bytes_text(self.memory.driver)}, "
-                f"on the device in all {bytes_text(self.memory.total)}"
+                f"staging {bytes_text(self.memory.staging)}, pools {bytes_text(self.memory.pool)}, "
+                f"driver {bytes_text(self.memory.driver)}, on the device in all {bytes_text(self.memory.total)}"
             )
         if self.memory_budget is not None:
             lines[-1] += f" of a memory_budget of {bytes_text(self.memory_budget)}"
